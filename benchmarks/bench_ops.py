@@ -1,17 +1,16 @@
-"""Every op beside its peers on one machine, in one run: tree attention, the cache, drafting, verification, sampling.
+"""Measures ops and their peers: tree attention, the cache, drafting, verification, sampling.
 
     python -m pagedtree bench [--quick] [--device cuda] [--ops NAME ...] [--axes NAME ...] [--peers NAME ...]
     python -m pagedtree bench --ops tree_attention --shapes batch=1,8 length=32768 tree="Medusa 64" --peers SDPA
 
-Without arguments all points are measured: for each op its base, the headline points, and sweeps that vary one key of
-the base at a time. What a peer gives is compared with the op's result before it is timed; a peer that is absent, and a
-point that does not fit, are named with the reason. A row has the time of a call (median and interquartile range, cold
-caches, candidates in turn), GB/s, GFLOP/s, the floor (the larger of bytes over measured read bandwidth and flops over
-the measured rate of matmul) and the ratio to each peer, without and with what is planned once per step; on a GPU also
-the time of a repeated call and of each kernel.
+By default every op has its base point, headline points, and sweeps of one key of the base. Peers' results are compared
+with the op's before timing; absent peers and points that do not fit are named. A row has the time of a call (median and
+interquartile range, cold caches, candidates interleaved), GB/s, GFLOP/s, the floor (the larger of bytes over measured
+read bandwidth and flops over the measured matmul rate) and the ratio to each peer, without and with planning once per
+step; on a GPU also repeated calls and kernels.
 
-On a GPU each op, or all `--together`, has a process of its own, and the JSON is written after each row: what crashes,
-hangs or spoils the process loses its row alone.
+On a GPU each op, or all `--together`, runs in a separate process, and the JSON is written after each row, so a crash or
+hang loses one row.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ OPS: list[Op] = [op for family in FAMILIES for op in family.OPS]
 
 
 def chosen_points(args: argparse.Namespace) -> list[Point]:
-    """The points asked for; those that share their inputs stand together, as inputs may take longer than the timing."""
+    """Equal inputs, which may take longer than the timing, are adjacent."""
     ops = [op for op in OPS if op.name in args.ops]
     if args.headline:
         rows = headline.points(ops, small=args.quick)
@@ -71,7 +70,7 @@ def chosen_points(args: argparse.Namespace) -> list[Point]:
 
 
 def given_values(op: Op, texts: list[str]) -> dict[str, list[Any]]:
-    """`batch=1,8` as the op's own type of value. A comma followed by a blank is part of a value."""
+    """Parses `batch=1,8` as the op's type; a comma before a blank belongs to the value."""
     values: dict[str, list[Any]] = {}
     for key, text in (text.split("=", 1) for text in texts):
         if key in op.base:
@@ -152,7 +151,7 @@ def main() -> int:
     is_full = not is_part and args.ops == names and args.backend == args.device
     variant = _C.active_isa() if args.device == "cpu" else "cuda"
     target = args.json or (measure.RESULTS / f"ops_{variant}.json" if is_full else Path("build") / "bench.json")
-    # Nobody takes the figures of headline rows in small sizes for measured ones.
+    # Small headline rows must not pass for measurements.
     benchmark = "rehearsal" if is_rehearsal(args) else f"ops_{variant}"
     results = Results.start(Path(target), benchmark, facts_of(args))
     if args.processes:
@@ -168,7 +167,7 @@ def is_rehearsal(args: argparse.Namespace) -> bool:
 
 
 def call_all(chosen: Sequence[Point], args: argparse.Namespace) -> int:
-    """Calls the op of each point once more, between cudaProfilerStart and cudaProfilerStop on a GPU."""
+    """On a GPU calls are between cudaProfilerStart and cudaProfilerStop."""
     device = torch.device(args.device)
     with use_backend(args.backend):
         for point in chosen:
@@ -193,18 +192,18 @@ def call_all(chosen: Sequence[Point], args: argparse.Namespace) -> int:
 
 
 def facts_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Collects what is known of the machine, the arguments, and the two rates that give a point's floor."""
+    """Collects facts of the machine, the arguments, and the rates of floors."""
     device, dtypes = torch.device(args.device), [torch.bfloat16, torch.float32]
     facts = machine_facts() | {"arguments": {key: value for key, value in vars(args).items() if key != "json"}}
     rates = {str(dtype).removeprefix("torch."): matmul_rate(dtype, device) / 1e9 for dtype in dtypes}
     facts |= {"read_gb_per_s": read_bandwidth(device) / 1e9, "matmul_gflop_per_s": rates}
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # for the processes that measure
+        torch.cuda.empty_cache()  # for the measuring processes
     return facts
 
 
 def measure_into(path: Path, chosen: Sequence[Point], args: argparse.Namespace) -> int:
-    """Measures the points of one op that the file lacks, in a process of its own; with `--first` only the first one."""
+    """Measures one op's missing points, with `--first` one."""
     results = Results.read(path)
     torch.set_num_threads(args.threads)
     pending = results.lacking(chosen)
@@ -235,7 +234,7 @@ def measure_all(chosen: Sequence[Point], results: Results, args: argparse.Namesp
 
 
 def report(rows: list[dict[str, Any]]) -> int:
-    """Says what is absent, wrong, failed; the exit status."""
+    """Returns the exit status."""
     for name, reason in {name: reason for row in rows for name, reason in row.get("absent", {}).items()}.items():
         print(f"absent: {name}: {reason}")
     wrong = [(row["op"], row["point"], name, text) for row in rows for name, text in row.get("wrong", {}).items()]

@@ -1,25 +1,21 @@
-"""Whole answers of a real model, SmolLM2-135M-Instruct, to 48 chat prompts of three kinds, by number of sequences.
+"""Measures whole answers of a real model, SmolLM2-135M-Instruct, to 48 chat prompts of three kinds.
 
 python -m pagedtree bench real [--sequences 1 2 4 8 16] [--dtypes bfloat16 float32]
     [--kinds edits summaries stories queue] [--prompts 16] [--max-new-tokens 128] [--ways NAME ...] [--missing]
     [--device cuda] [--json PATH]
 
-Edits repeat the file that they were given, summaries quote from a text, stories repeat nothing. Each prompt, or batch
-of prompts, is answered in every way in turn, each time in another order; an answer ends where the model ends it. A rate
-is that of a whole call, the prompt's reading included. The queue has all prompts: at most --sequences run at once, and
-one enters as another ends. It is answered TURNS times.
+Edits repeat the given file, summaries quote from a text, stories repeat nothing. Each batch is answered in every way in
+turn, in random order; rates include the prompt. The queue has all prompts, at most --sequences at once, and is answered
+TURNS times.
 
-"plain" is our generation without drafts. "chain" and "tree" draft the same number of tokens in each step, "auto" is
-`generate(tree="auto")`, whose drafter knows nothing when a call begins. Weights of the model and of a head are packed
-before the clock starts, as for many calls; "plain, not packed" and all of transformers' ways run on the weights as they
-are. Other libraries run in bfloat16 (real_peers.py). All is greedy.
+"plain" has no drafts; "chain" and "tree" draft equally many tokens; "auto" is `generate(tree="auto")` with a new
+drafter for each call. Weights are packed beforehand, except for "plain, not packed" and transformers. Other libraries
+run in bfloat16 (real_peers.py). On a GPU "captured" ways replay a CUDA graph.
 
-Texts are compared with those of plain decoding. In half precision a pass over more tokens rounds in another way, and
-nearly tied tokens part the texts: of each such text the margin between the two tokens' logits is kept. In float32 a
-different text is an error (exit code 1). On a GPU "captured" ways replay a CUDA graph of the decode step.
+Greedy texts are compared with plain decoding. In half precision, which rounds differently in passes over more tokens,
+the margin of the logits is recorded; in float32 a difference is an error (exit code 1).
 
-The file is written after each batch, and what it has from earlier runs stays: a run replaces what it measures. With
---missing only what the file lacks is measured, so that a run that was cut off can be continued.
+The file is written after each batch; a run replaces its rows and keeps others. --missing continues an interrupted run.
 """
 
 from __future__ import annotations
@@ -52,13 +48,13 @@ from real_prompts import KINDS, Prompt, chat_ids, held_out
 
 THEIRS, TURNS = "transformers", 3
 Tokens = list[list[int]]
-# The texts, tokens that a sequence gained in a pass (0: not known), and seconds.
+# The texts, tokens gained by a sequence in a pass (0: unknown), and seconds.
 Answers = tuple[Tokens, float, float]
 Maker = Callable[[], Drafter | None]
 
 
 class Ways:
-    """The ways in which the model answers prompts, at most `sequences` at once. alone: those that take one sequence."""
+    """Ways to answer prompts, at most `sequences` at once. alone: ways for one sequence."""
 
     def __init__(self, dtype: torch.dtype, device: str, count: int, sequences: int, folder: Path) -> None:
         self.model, self.tokenizer = real_model.load(dtype, device)
@@ -108,7 +104,7 @@ class Ways:
         return generation(batch, self.count), 0.0, time.perf_counter() - begin
 
     def wanted(self, patterns: list[str] | None, kind: str) -> list[str]:
-        """The names that one of the patterns fits; plain decoding is always among them."""
+        """Plain decoding always belongs to them."""
         names = [name for name in self.every if name not in self.alone or self.sequences == 1]
         if kind == QUEUE:
             names = [name for name in names if name not in self.alone and not name.startswith(THEIRS)]
@@ -120,7 +116,7 @@ class Ways:
 
     @torch.no_grad()
     def differences(self, first: int, batch: Tokens, plain: Tokens, texts: Tokens) -> list[Difference]:
-        """first: the number of the batch's first prompt."""
+        """first: number of the batch's first prompt."""
         found = []
         for i, (prompt, expected, got) in enumerate(zip(batch, plain, texts, strict=True)):
             if expected == got:
@@ -137,7 +133,7 @@ class Ways:
 
 
 def drafting(model: Any) -> dict[str, tuple[Maker, str | None]]:
-    """Name -> what makes the drafter, and `tree` of `generate`: those of the demo, with fixed and with chosen trees."""
+    """The demo's drafters with fixed and chosen trees."""
     found: dict[str, tuple[Maker, str | None]] = {}
     for name, make in real_model.drafters(model).items():
         if name == PLAIN:
@@ -145,13 +141,13 @@ def drafting(model: Any) -> dict[str, tuple[Maker, str | None]]:
             found["n-gram chain"] = lambda: NgramDrafter(8, max_branches=1), None
             continue
         drafter = name.removesuffix(" tree")
-        chosen = NgramDrafter if drafter == "n-gram" else make  # by default it has more nodes than pay in every step
+        chosen = NgramDrafter if drafter == "n-gram" else make  # its default has more nodes than pay in every step
         found |= {f"{drafter} tree": (make, None), f"{drafter} auto": (chosen, "auto")}
     return found
 
 
 def batches(kind: str, prompts: int, sequences: int) -> list[list[Prompt]]:
-    """Batches of a kind's prompts; of the queue the whole, in another order each turn."""
+    """The queue is one batch, reordered each turn."""
     found = held_out(None if kind == QUEUE else kind, prompts)
     if kind == QUEUE:
         return [random.Random(turn).sample(found, len(found)) for turn in range(TURNS)]
@@ -226,7 +222,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             ways = Ways(getattr(torch, dtype), args.device, args.max_new_tokens, sequences, Path(folder))
             for name in dict.fromkeys(name for kind in args.kinds for name in ways.wanted(args.ways, kind)):
-                ways.every[name]([[1, 2, 3] * 8])  # what is done once
+                ways.every[name]([[1, 2, 3] * 8])  # set-up
             measured(ways, args, table, bar)
     rows = [row for row in table.rows() if row["dtype"] in args.dtypes and row["sequences"] in args.sequences]
     show(rows)

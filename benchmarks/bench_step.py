@@ -1,17 +1,16 @@
-"""Whole steps of a decoder of Llama-3-8B's sizes: their time, and tokens per second plain, by chains and by trees.
+"""Measures whole steps of a decoder of Llama-3-8B's sizes, and tokens per second: plain, chains, trees.
 
     python -m pagedtree bench step --device cuda           # random weights of 16 GB, at most four minutes
     python -m pagedtree bench step --device cpu --tiny     # a rehearsal
 
-Acceptance is set, and every token and accepted path is compared with what is known in advance (known_text.py). On a GPU
-a step is one CUDA graph. A tiny one comes first, so that a host read shows at once; without a GPU fake tensors, which
-no host can read, stand in for the graph.
+Acceptance is set, and every token and accepted path is checked (known_text.py). On a GPU a step is one CUDA graph; a
+tiny one comes first and finds host reads. Without a GPU fake tensors replace the graph.
 
 Rows of kind "step" have the time by batch, context and nodes, and `bookkeeping_ms`: the step without products and
-attention; FlashAttention 3 with a causal mask, and at few points other kernels, take the place of our attention. From
-these and the rows of kind "drafter" `choose_tree` makes the tree of the rows of kind "way": tokens per second beside
-plain decoding and the best chain, for each acceptance table. In rows of kind "unequal" every other sequence has table
-c: equal trees, and one budget for the likeliest nodes of all. The exit status is 1 if a text was wrong.
+attention. Other kernels replace our attention at some points. From these and the rows of kind "drafter" `choose_tree`
+makes the trees of rows of kind "way": tokens per second against plain decoding and the best chain, for each acceptance
+table. In rows of kind "unequal" every other sequence has table c: equal trees, and one budget for the likeliest nodes
+of all. The exit status is 1 if a text was wrong.
 """
 
 from __future__ import annotations
@@ -50,13 +49,13 @@ TABLES: dict[str, Table] = {
 }
 NODES, FEW_NODES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64), (1, 8, 16, 32, 64)
 LARGE_PAGES_NODES, PEERS_NODES = (1, 16, 64), (16, 64)
-ROOM = 1024  # tokens behind the context
+ROOM = 1024  # tokens after the context
 LEVEL, BLOCK = "EAGLE-3 level", "block drafter"
 Row = dict[str, Any]
 
 
 class Drafter:
-    """A drafter's pass over `rows` queries of each sequence, for its time: attention and the tree's growth included."""
+    """A drafter's pass over `rows` queries per sequence."""
 
     def __init__(self, model: Model, layers: int, rows: int, inputs: int, vocab: int) -> None:
         hidden = model.sizes.hidden
@@ -92,7 +91,6 @@ class Drafter:
 
 
 def median_seconds(call: Callable[[], None], device: torch.device, repeats: int, reset: Callable[[], None]) -> float:
-    """Of calls that begin after `reset`; on a GPU, of a graph's replays."""
     if device.type == "cuda":
         sample = partial(seconds_behind_head_start, captured("a step", call))
     else:
@@ -103,7 +101,7 @@ def median_seconds(call: Callable[[], None], device: torch.device, repeats: int,
 
 
 def rated(row: Row, tokens: float, drafting: float) -> Row:
-    """tokens: that a step of all sequences is expected to give, in place of the mean of few draws."""
+    """tokens: expected of a step of all sequences, instead of the mean of few draws."""
     rate = tokens / (row["ms"] / 1e3 + drafting)
     return row | {"draft_ms": drafting * 1e3, "tokens_per_step": tokens / row["batch"], "tokens_per_second": rate}
 
@@ -117,13 +115,13 @@ class Bench:
             BLOCK: Drafter(self.model, layers=5, rows=16, inputs=1, vocab=self.model.sizes.vocab),
         }
         self.key, self.cache = (0, 0), None
-        self.costs: dict[tuple[int, int], dict[int, float]] = {}  # batch, length -> nodes -> seconds
+        self.costs: dict[tuple[int, int], dict[int, float]] = {}  # (batch, length) -> nodes -> seconds
         self.draft_seconds: dict[tuple[str, int, int], float] = {}
         self.absent: dict[str, str] = {}
 
     def cache_of(self, batch: int, length: int) -> Cache:
         if self.key != (batch, length):
-            self.cache = None  # before the next
+            self.cache = None  # freed before the next one
             torch.cuda.empty_cache()
             self.key, self.cache = (batch, length), Cache(self.model, batch, length + ROOM)
         return self.cache
@@ -140,7 +138,7 @@ class Bench:
         return row | ({"wrong": wrong} if wrong else {})
 
     def step_row(self, nodes: int, batch: int, length: int, **how: Any) -> Row:
-        """A step's time depends on the nodes, hardly on their tree: chains up to 8, then the best trees."""
+        """The tree hardly matters to the time."""
         tree = pt.DraftTree.chain(nodes - 1) if nodes <= 8 else likeliest(nodes, np.array(TABLES["a"]))
         row = {"kind": "step", "attention": how["peer"].name if "peer" in how else "pagedtree"}
         return row | self.row(tree, [TABLES["a"]] * batch, length, **how)
@@ -174,7 +172,7 @@ class Bench:
             yield {"kind": "drafter", "drafter": name, "batch": batch, "length": length, "ms": seconds * 1e3}
 
     def cost(self, batch: int, length: int, fixed: float = 0.0) -> Callable[[float], float]:
-        """Seconds by nodes, linear between the measured ones; fixed: of drafting, unless there are no drafts."""
+        """fixed: seconds of drafting."""
         sizes, seconds = zip(*self.costs[batch, length].items(), strict=True)
         return lambda nodes: float(np.interp(nodes, sizes, seconds)) + (fixed if nodes > 1 else 0.0)
 
@@ -204,7 +202,7 @@ class Bench:
         yield rated(row, sum(pt.expected_tokens(tree, table) for table in tables), level * tree.max_depth)
         tree = likeliest(most, np.array(TABLES["a"]))
         gains = np.concatenate([survival(tree, table) for table in tables])
-        order = np.argsort(-gains, kind="stable")  # all roots first
+        order = np.argsort(-gains, kind="stable")  # roots first
         tokens, depth = np.cumsum(gains[order]), np.maximum.accumulate(np.tile(tree.depths, batch)[order])
         rates = [tokens[n] / (cost((n + 1) / batch) + level * depth[n]) for n in range(batch - 1, len(order))]
         last = batch - 1 + int(np.argmax(rates))
@@ -213,7 +211,7 @@ class Bench:
         yield rated(row, float(tokens[last]), level * int(depth[last]))
 
     def rows(self) -> Iterator[Row]:
-        """The most valuable first."""
+        """The most valuable come first."""
         *points, last = [(batch, length) for length, batch in product(self.args.lengths, self.args.batches)]
         for point in points:
             yield from self.steps(*point)
@@ -231,7 +229,6 @@ class Bench:
 
 
 def first_look(device: torch.device) -> None:
-    """Raises where the host reads in a step."""
     tree, table = likeliest(12, np.array(TABLES["a"])), TABLES["a"]
     for how in ({}, {"rule": "sampled"}, {"budget": 20}):
         with nullcontext() if device.type == "cuda" else FakeTensorMode():

@@ -1,4 +1,4 @@
-"""The cache's ops and the merging of partial attention, beside torch's indexing and arithmetic."""
+"""Cache ops and merging, against torch's indexing and arithmetic."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ def random(generator: torch.Generator, dtype: str, *sizes: int) -> Tensor:
 
 
 class Append(Problem):
-    """`tokens` rows of K and V into random pages."""
-
     copies = COPIES
 
     def make(self) -> None:
@@ -43,7 +41,7 @@ class Append(Problem):
 
 
 class Rope(Problem):
-    """`tokens` rows of Q, K and V as a projection gives them; Q and K are rotated, K and V go to random pages."""
+    """Rotates Q and K, and appends K and V to random pages."""
 
     copies = COPIES
 
@@ -69,7 +67,7 @@ class Rope(Problem):
         return pagedtree.rope_append(q, k, v, self.positions, self.cos_sin, *self.caches, self.slots)
 
     def torch_ops(self, copy: int) -> Tensor:
-        """Does as transformers does, in float32, and appends."""
+        """Rotates in float32, as transformers does."""
         q, k, v = self.rows[copy].split(self.split, dim=1)
         cos, sin = (part[:, None] for part in self.cos_sin[self.positions].chunk(2, dim=1))
 
@@ -79,14 +77,14 @@ class Rope(Problem):
 
         for cache, rows in zip(self.caches, (rotated(k), v), strict=True):
             flat, new = cache.view(-1, *cache.shape[2:]), rows.to(cache.dtype)
-            if cache.dtype == torch.float8_e4m3fn:  # torch copies no rows of it by an index
+            if cache.dtype == torch.float8_e4m3fn:  # torch copies no fp8 rows by index
                 flat, new = flat.view(torch.uint8), new.view(torch.uint8)
             flat.index_copy_(0, self.slots, new)
         return rotated(q)
 
 
 class Compact(Problem):
-    """The first nodes of a tree's deepest path move to the front, in the K and V of all layers."""
+    """Moves the deepest path to the front, in all layers."""
 
     def make(self) -> None:
         generator = self.generator()
@@ -116,7 +114,6 @@ class Compact(Problem):
         return self.caches
 
     def torch_ops(self, copy: int) -> list[Tensor]:
-        """Does what engines without an op do: the slots once, then a gather and a scatter for each tensor."""
         step = torch.arange(1, self.accepted + 1, device=self.device)
         source, target = self.start[:, None] + self.accept_index[:, 1:], self.start[:, None] + step
         page_size = self.shape["page_size"]
@@ -131,8 +128,6 @@ class Compact(Problem):
 
 
 class Merge(Problem):
-    """Two parts of attention over `tokens` queries."""
-
     copies = COPIES
 
     def make(self) -> None:
@@ -155,7 +150,6 @@ class Merge(Problem):
 
 
 def check_caches(problem: Append | Rope | Compact, ours: Way, theirs: Way) -> None:
-    """Both write the same, starting from the same."""
 
     def clones() -> list[Tensor]:
         return [cache.clone() for cache in problem.caches]

@@ -1,6 +1,6 @@
-"""What gpu_run/prepare.sh made for a machine with a Hopper GPU: peers that have no package there.
+"""Peers that gpu_run/prepare.sh made for a Hopper GPU without their packages.
 
-PAGEDTREE_GPU_RUN names the folder. Its Python packages are found behind those that are installed.
+PAGEDTREE_GPU_RUN names the folder, whose Python packages follow the installed ones in the path.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if FOLDER is not None:
 
 
 def carried(name: str) -> Path:
-    """A file of the folder. Raises FileNotFoundError, which says why it is not there."""
+    """Returns a file of the folder; its FileNotFoundError has the reason."""
     if FOLDER is None:
         raise FileNotFoundError(f"PAGEDTREE_GPU_RUN names no folder with {name}")
     if not (FOLDER / name).exists():
@@ -38,7 +38,6 @@ def carried(name: str) -> Path:
 
 
 def loaded_by(load: Callable[[], object]) -> Callable[[], str | None]:
-    """`absent` of a peer that `load` loads from there."""
 
     @functools.cache
     def absent() -> str | None:
@@ -57,9 +56,8 @@ def loaded_by(load: Callable[[], object]) -> Callable[[], str | None]:
 
 @functools.cache
 def flash_attention_3() -> Any:
-    """FlashAttention 3's Python module; unpacks the library of the one that was carried here."""
     if importlib.util.find_spec("flash_attn_interface") is None:
-        carried(FLASH_ATTENTION_3)  # says why
+        carried(FLASH_ATTENTION_3)  # raises with the reason
     if FOLDER is not None and (FOLDER / FLASH_ATTENTION_3).exists():
         unpack(FOLDER / FLASH_ATTENTION_3)
     return importlib.import_module("flash_attn_interface")

@@ -1,10 +1,10 @@
-"""What became slower between two results of bench_ops.py; exit status 1 where anything did.
+"""Lists points that became slower between two results of bench_ops.py.
 
     python benchmarks/compare.py old.json new.json [--tolerance 0.05]
 
-A point is slower where its median grew by more than both spreads (interquartile ranges) together and by more than the
-tolerance. Peers are the same code in both runs: how much their times changed is printed, as a hint at the machine's own
-state. Exit status 2 where the results cannot be compared.
+A point is slower if its median grew by more than both spreads (interquartile ranges) together and by more than the
+tolerance. Peers are the same code in both runs: their changes show the machine's state. Exit status: 1 if any point is
+slower, 2 if the results cannot be compared.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ OURS = "pagedtree"
 
 
 def timings_of(result: dict[str, Any]) -> dict[Key, dict[str, dict[str, float]]]:
-    """(op, shape) -> name -> timing."""
     rows = [row for row in result["rows"] if "timings" in row]
     return {(row["op"], json.dumps(row["shape"], sort_keys=True)): row["timings"] for row in rows}
 

@@ -1,4 +1,4 @@
-"""The ops that make trees, beside torch ops, a heap in Python, and transformers' prompt lookup."""
+"""Ops that make trees, against torch ops, a Python heap, and transformers' prompt lookup."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ PADDED = 1 << 20  # no problem here has fewer bytes
 
 
 class Build(Problem):
-    """Links and masks of a batch of equal trees."""
-
     def make(self) -> None:
         self.tree = tree_named(self.shape["tree"])
         n, batch = self.tree.num_nodes, self.shape["batch"]
         self.parents = torch.from_numpy(self.tree.parents).repeat(batch).to(self.device)
         self.cu_nodes = torch.arange(batch + 1, dtype=torch.int32, device=self.device) * n
-        # Parents are read; depths, two links and the mask's words are written.
+        # Reads parents; writes depths, two links and mask words.
         self.bytes = batch * n * 4 * (4 + -(-n // 32))
 
     def op(self, copy: int) -> tuple[Tensor, Tensor]:
@@ -32,7 +30,7 @@ class Build(Problem):
         return built.depths, built.mask
 
     def torch_ops(self, copy: int) -> tuple[Tensor, Tensor]:
-        """Ancestors by pointer jumping, packed into words; all trees have the same number of nodes."""
+        """Pointer jumping finds the ancestors."""
         n, batch = self.tree.num_nodes, self.shape["batch"]
         parents = self.parents.view(batch, n).long()
         seen = torch.eye(n + 1, dtype=torch.bool, device=self.device).expand(batch, -1, -1).clone()
@@ -49,14 +47,14 @@ class Build(Problem):
 
 
 class Expand(Problem):
-    """A level of EAGLE-2's expansion: `width` children of each of `width` nodes, the best `width` of them next."""
+    """EAGLE-2 level: `width` children of each of `width` nodes, whose best `width` continue."""
 
     def make(self) -> None:
         generator = self.generator()
         batch, width, vocab = (self.shape[key] for key in ("batch", "width", "vocab"))
         self.copies = 4
         logits = torch.randn(self.copies, batch * width, vocab, generator=generator, device=self.device)
-        # The best tokens differ in any dtype, since torch does not say which of several equal ones it takes.
+        # Distinct best tokens in any dtype, as torch's choice among equals is undefined.
         rows = (self.copies, batch * width, 40)
         hot = torch.randint(0, vocab, rows, generator=generator, device=self.device)
         values = 14 - torch.arange(40, device=self.device) * 0.25
@@ -82,7 +80,7 @@ class Expand(Problem):
 
 
 class Lookup(Problem):
-    """Texts whose last tokens occur once before."""
+    """The last tokens occur once before."""
 
     def make(self) -> None:
         batch, length, draft = (self.shape[key] for key in ("batch", "length", "draft_tokens"))
@@ -101,7 +99,6 @@ class Lookup(Problem):
         return drafts.draft_tokens.view(self.shape["batch"], -1)[:, 1:]
 
     def torch_ops(self, copy: int) -> Tensor:
-        """All windows beside the last one; what follows the most recent that equals it."""
         windows = self.text.unfold(1, self.ngram, 1)[:, :-1]
         found = (windows == self.text[:, None, -self.ngram :]).all(-1)
         place = torch.arange(1, found.shape[1] + 1, device=self.device)
@@ -111,7 +108,6 @@ class Lookup(Problem):
 
 @peer("transformers", when=package("transformers"), synchronises=True)
 def prompt_lookup(p: Lookup) -> Way:
-    """transformers' prompt lookup decoding: one sequence at a time."""
     from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
     generator = PromptLookupCandidateGenerator(
@@ -126,7 +122,7 @@ def prompt_lookup(p: Lookup) -> Way:
 
 
 class BestFirst(Problem):
-    """Levels of a block drafter: the log-probabilities of its best tokens, best first."""
+    """Levels of a block drafter: log-probabilities in descending order."""
 
     def make(self) -> None:
         batch, levels, width = (self.shape[key] for key in ("batch", "levels", "candidates"))
@@ -136,7 +132,7 @@ class BestFirst(Problem):
         self.log_probs, self.tokens = best.values.to(self.device), best.indices.to(self.device)
         self.roots = torch.arange(batch, device=self.device)
         nodes = batch * self.shape["nodes"]
-        # Candidates are read; token, sum, parent, depth, two links and the mask's words of each node are written.
+        # Reads candidates; writes token, sum, parent, depth, two links and mask words.
         self.bytes = 12 * self.tokens.numel() + nodes * 4 * (7 + -(-self.shape["nodes"] // 32))
 
     def op(self, copy: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -148,7 +144,7 @@ class BestFirst(Problem):
 
 @peer("Python heap", synchronises=True)
 def python_heap(p: BestFirst) -> Way:
-    """A heap on the host, as DDTree builds its trees; without links and masks."""
+    """DDTree's heap, without links and masks."""
     dtypes = (torch.float32, torch.int64, torch.int32)
 
     def run(copy: int) -> tuple[Tensor, ...]:
@@ -161,9 +157,9 @@ def python_heap(p: BestFirst) -> Way:
 
 
 def best_nodes(levels: list[list[float]], ids: list[list[int]], root: int, count: int) -> list[tuple[float, int, int]]:
-    """The log-probability, token and parent of each node.
+    """Returns log-probability, token and parent of each node.
 
-    A popped candidate is followed by its next sibling and its first child: candidates are sorted.
+    Candidates are sorted, so a popped one adds its next sibling and first child.
     """
     nodes, last = [(0.0, root, -1)], len(levels[0]) - 1
     heap = [(-levels[0][0], 0, 0, 0)]
@@ -179,7 +175,7 @@ def best_nodes(levels: list[list[float]], ids: list[list[int]], root: int, count
 
 
 class Select(Problem):
-    """The best quarter of the nodes of equal trees, whose survivals are random."""
+    """Keeps the best quarter of equal trees, by random survival."""
 
     def make(self) -> None:
         tree, batch = tree_named(self.shape["tree"]), self.shape["batch"]
@@ -187,7 +183,7 @@ class Select(Problem):
         self.trees = pagedtree.TreeBatch.from_trees([tree] * batch, device=self.device)
         self.survival = torch.rand(batch * self.nodes, generator=torch.Generator().manual_seed(0)).to(self.device)
         self.budget = max(batch, batch * self.nodes // 4)
-        # Parents, depths and survivals are read; parents, depths, links, rows and the mask's words are written.
+        # Reads parents, depths and survivals; writes parents, depths, links, rows and mask words.
         self.bytes = 12 * batch * self.nodes + self.budget * 4 * (5 + -(-self.nodes // 32))
 
     def op(self, copy: int) -> tuple[Tensor, Tensor]:
@@ -195,7 +191,7 @@ class Select(Problem):
         return node_map, kept.cu_nodes
 
     def torch_ops(self, copy: int) -> tuple[Tensor, Tensor]:
-        """Minima along paths by pointer jumping, then a sort; without links and masks."""
+        """Pointer jumping without links and masks."""
         batch = self.shape["batch"]
         lowest, jump = self.survival.view(batch, -1), self.trees.parents.view(batch, -1).clamp(min=0).long()
         reach = 1
@@ -212,7 +208,7 @@ class Select(Problem):
 
 
 def check_sums(problem: BestFirst, expected: Way, theirs: Way) -> None:
-    """Equally probable nodes: the heap adds in double, so that others may tie."""
+    """Nodes may differ where the heap's double sums tie."""
     if not torch.allclose(expected.run(0)[0], theirs.run(0)[0], atol=1e-4, rtol=1e-5):
         raise Mismatch("the log-probabilities differ")
 

@@ -1,6 +1,5 @@
-// FlashInfer's FA2 paged prefill kernel behind C functions, for benchmarks where only its headers are at hand:
-// bf16, head size 128, a custom mask or a causal one. flashinfer_kernel.py compiles it and calls it through
-// ctypes.
+// FlashInfer's FA2 paged prefill kernel behind C functions, from its headers alone: bf16, head size 128, a custom or
+// causal mask. flashinfer_kernel.py compiles it and calls it through ctypes.
 //
 // Written for flashinfer-python 0.7 (flashinfer/data/include).
 
@@ -32,7 +31,7 @@ std::string& last_error() {
   return text;
 }
 
-// 0, or 1 with a text in last_error(): no exception leaves the library.
+// Returns 0, or 1 with a text in last_error(): exceptions stay in the library.
 template <typename Call>
 int guarded(Call call) {
   try {
@@ -60,7 +59,7 @@ cudaError_t run_masked(const Params& params, const PrefillPlanInfo& plan, nv_bfl
         /*SAME_KV_STRIDES=*/true, rows, kHeadDim, kHeadDim, flashinfer::PosEncodingMode::kNone,
         /*USE_FP16_QK_REDUCTION=*/false, kMask, Variant>(params, partial_out, partial_lse, overlaps, stream);
   };
-  switch (plan.cta_tile_q) {  // the rows of a tile that its plan chooses at this head size
+  switch (plan.cta_tile_q) {  // rows of a tile in its plan
     case 16:
       return run(std::integral_constant<uint32_t, 16>());
     case 64:
@@ -76,10 +75,10 @@ cudaError_t run_masked(const Params& params, const PrefillPlanInfo& plan, nv_bfl
 
 extern "C" {
 
-// What all calls take. Pointers are of the device, but for those that say host.
+// Common arguments; pointers are device pointers except host ones.
 struct FlashInferShape {
   int32_t batch, num_queries, num_heads, num_kv_heads, page_size;
-  void *float_workspace, *int_workspace, *host_workspace;  // host_workspace is page-locked, as large as int_workspace
+  void *float_workspace, *int_workspace, *host_workspace;  // host_workspace is page-locked, of int_bytes
   uint64_t float_bytes, int_bytes;
   void* stream;
 };
@@ -99,8 +98,7 @@ int flashinfer_pack_mask(const FlashInferShape* shape, bool* mask, uint8_t* pack
   });
 }
 
-// The host's part of a step: how the work is split. query_indptr, page_indptr: host [batch + 1]. plan: host,
-// flashinfer_plan_bytes() of it.
+// Splits a step's work on the host. query_indptr, page_indptr: host [batch + 1]. plan: host, flashinfer_plan_bytes().
 int flashinfer_plan(const FlashInferShape* shape, int32_t* query_indptr, int32_t* page_indptr, void* plan) {
   return guarded([&] {
     auto& info = *new (plan) PrefillPlanInfo();

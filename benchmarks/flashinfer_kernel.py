@@ -1,10 +1,10 @@
-"""FlashInfer's kernels without its package: compiled from its headers, called through ctypes.
+"""FlashInfer's kernels without its package, compiled from its headers and called through ctypes.
 
     FLASHINFER_INCLUDE=FOLDER python benchmarks/flashinfer_kernel.py flashinfer_kernel.so     # paged prefill, below
     FLASHINFER_INCLUDE=FOLDER python benchmarks/flashinfer_kernel.py flashinfer_sampling.so   # see sampling_peers.py
 
-FOLDER is `flashinfer/data/include` of flashinfer-python 0.7; `cccl`, which is beside it there, is taken before the
-toolkit's. Where the package is installed, no FOLDER need be named. gpu_run/prepare.sh does all of this.
+FOLDER is `flashinfer/data/include` of flashinfer-python 0.7, by default the installed package's; its neighbour `cccl`
+precedes the toolkit's. gpu_run/prepare.sh does all of this.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from carried import carried
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("flashinfer_kernel.cu")
-HEAD_DIM, DTYPE = 128, torch.bfloat16  # what the source is compiled for
+HEAD_DIM, DTYPE = 128, torch.bfloat16  # compiled into the library
 INT_WORKSPACE = 8 << 20  # bytes, as in FlashInfer
-# As FlashInfer compiles it.
+# FlashInfer's flags.
 FLAGS = [
     *("-std=c++17", "-O3", "-DNDEBUG", "-use_fast_math", "--expt-relaxed-constexpr", "-DFLASHINFER_ENABLE_F16"),
     *("-DFLASHINFER_ENABLE_BF16", "-DFLASHINFER_ENABLE_FP8_E4M3", "-DFLASHINFER_ENABLE_FP8_E5M2"),
@@ -35,7 +35,6 @@ CCCL = ("cub", "libcudacxx/include", "thrust")
 
 
 def include_folder() -> Path | None:
-    """Finds FlashInfer's headers: FLASHINFER_INCLUDE, or the installed package's."""
     named = os.environ.get("FLASHINFER_INCLUDE")
     found = None if named else importlib.util.find_spec("flashinfer")
     for place in (found.submodule_search_locations or []) if found else []:
@@ -52,7 +51,7 @@ def includes() -> list[str]:
 
 
 def compile_library(target: Path) -> None:
-    """Compiles the source of the target's name for Hopper. Raises RuntimeError."""
+    """The target's name names the source. Raises RuntimeError."""
     source = SOURCE.with_name(f"{target.stem}.cu")
     options = ["-gencode", "arch=compute_90a,code=sm_90a", "--split-compile=0", "--shared", "-Xcompiler=-fPIC"]
     command = ["nvcc", *FLAGS, *options, *includes(), "-o", str(target), str(source)]
@@ -90,7 +89,7 @@ def address(tensor: Tensor | None) -> ctypes.c_void_p:
 
 
 class Wrapper:
-    """What BatchPrefillWithPagedKVCacheWrapper does in these benchmarks: `plan` once per step, `run` in each layer."""
+    """Replaces BatchPrefillWithPagedKVCacheWrapper."""
 
     def __init__(self, workspace: Tensor, lib: Any) -> None:
         self.lib, self.workspace, self.device = lib, workspace, workspace.device
@@ -117,7 +116,7 @@ class Wrapper:
         custom_mask: Tensor | None = None,
         causal: bool = False,
     ) -> None:
-        """As FlashInfer's: offsets int32 [B + 1] on the device; custom_mask bool, each sequence's [queries, keys]."""
+        """Plans int32 [B + 1] offsets of the device; custom_mask bool, each sequence's [queries, keys]."""
         if (head_dim, q_data_type, kv_data_type) != (HEAD_DIM, DTYPE, DTYPE):
             raise ValueError(f"compiled for head size {HEAD_DIM} and bfloat16")
         if (custom_mask is None) != causal:
@@ -134,7 +133,6 @@ class Wrapper:
         self.call("flashinfer_plan", queries, pages, self.split)
 
     def pack(self, mask: Tensor, pairs: Tensor) -> None:
-        """One bit for each of a sequence's `pairs`; each sequence begins with a new byte."""
 
         def offsets(sizes: Tensor) -> Tensor:
             return torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).int()
@@ -145,7 +143,7 @@ class Wrapper:
         self.call("flashinfer_pack_mask", mask, self.packed, offsets(pairs).to(self.device), self.packed_indptr)
 
     def run(self, q: Tensor, caches: tuple[Tensor, Tensor]) -> Tensor:
-        """q [T, Hq, 128]; caches [pages, page_size, Hkv, 128], contiguous; out as q."""
+        """q, out [T, Hq, 128]; caches [pages, page_size, Hkv, 128], contiguous."""
         out = torch.empty_like(q)
         self.shape.stream = self.stream()
         how = self.packed, self.packed_indptr, ctypes.c_float(self.scale), int(self.overlaps)

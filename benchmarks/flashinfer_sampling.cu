@@ -1,5 +1,4 @@
-// FlashInfer's sampling kernels behind C functions, for benchmarks without its package: sampling_peers.py calls them
-// through ctypes, flashinfer_kernel.py compiles them.
+// FlashInfer's sampling kernels behind C functions for sampling_peers.py, compiled by flashinfer_kernel.py.
 //
 // Written for flashinfer-python 0.7 (flashinfer/data/include), whose headers include curand's.
 
@@ -13,14 +12,14 @@ namespace {
 namespace sampling = flashinfer::sampling;
 using Id = int32_t;
 
-constexpr bool kDeterministic = true;  // as FlashInfer's Python functions
+constexpr bool kDeterministic = true;  // FlashInfer's default
 
 }  // namespace
 
 // Each returns a cudaError_t. logits, probs: device [rows, vocab]; tokens, valid: device [rows].
 extern "C" {
 
-// work: for up to 128 rows, 8 bytes for each 8192 logits of a row, at least.
+// work: for up to 128 rows, at least 8 bytes for each 8192 logits of a row.
 int flashinfer_softmax(float* logits, float* probs, int rows, int vocab, float temperature, void* work,
                        uint64_t work_bytes, cudaStream_t stream) {
   return sampling::OnlineSoftmax<float>(logits, probs, rows, vocab, nullptr, temperature, work, work_bytes,

@@ -1,16 +1,16 @@
-// FlashMLA's decoding of latent rows in bf16 on Hopper, called through ctypes (latent_peers.py). Written for its
-// sources of April 2026; its combination of parts and its schedule are kernels of their own.
+// FlashMLA's bf16 decoding of latent rows on Hopper for latent_peers.py. Written for its sources of April 2026, where
+// merging and scheduling are separate kernels.
 #include "sm90/decode/dense/instantiations/bf16.cu"
 #include "smxx/decode/combine/combine.cu"
 #include "smxx/decode/get_decoding_sched_meta/get_decoding_sched_meta.cu"
 
-constexpr int kRow = 576, kValues = 512, kPage = 64;  // of its kernels
+constexpr int kRow = 576, kValues = 512, kPage = 64;  // fixed by its kernels
 
 struct FlashMlaCall {
   int32_t batch, queries, heads, pages, table_stride, parts;
   int64_t page_stride, row_stride;
   void *q, *k, *out;
-  float *lse, *lse_parts, *out_parts;  // the parts: of batch + parts sequences
+  float *lse, *lse_parts, *out_parts;  // parts: of batch + parts sequences
   int32_t *page_table, *lengths;
   DecodingSchedMeta* schedule;  // [parts]
   int32_t* splits;              // [batch + 1]
@@ -23,7 +23,7 @@ extern "C" void flashmla_plan(const FlashMlaCall* call) {
   params.b = call->batch;
   params.s_q = call->queries;
   params.block_size_n = kPage;
-  params.fixed_overhead_num_blocks = 5;  // as in its interface
+  params.fixed_overhead_num_blocks = 5;  // its interface's value
   params.topk = params.extra_topk = -1;
   params.seqlens_k_ptr = call->lengths;
   params.tile_scheduler_metadata_ptr = call->schedule;

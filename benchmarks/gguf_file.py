@@ -1,4 +1,4 @@
-"""A Llama as a GGUF file, for other libraries, which read such files."""
+"""A Llama as a GGUF file."""
 
 from __future__ import annotations
 
@@ -29,10 +29,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A byte-level BPE tokenizer: the tokens by id, those that are special, and merges, "a b" each.
-
-    template: the chat template, if there is one.
-    """
+    """A byte-level BPE tokenizer: tokens by id, special ones, merges as "a b", and a chat template."""
 
     tokens: list[str]
     special: Collection[str]
@@ -41,7 +38,7 @@ class Vocabulary:
 
 
 def write_llama(model: Any, vocabulary: Vocabulary, path: Path, kind: str) -> Path:
-    """Writes the model with matrices of a type of GGUF ("F16", "BF16", "Q4_1") and norms in fp32."""
+    """Writes matrices in a GGUF type ("F16", "BF16", "Q4_1") and norms in fp32."""
     config, types = model.config, gguf.GGMLQuantizationType
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name(path.stem)
@@ -73,7 +70,7 @@ def write_llama(model: Any, vocabulary: Vocabulary, path: Path, kind: str) -> Pa
         writer.add_chat_template(vocabulary.template)
     for name, weight in model.named_parameters():
         weight = weight.detach().float().cpu()
-        if name.endswith(("q_proj.weight", "k_proj.weight")):  # GGUF's Llama rotates neighbouring columns
+        if name.endswith(("q_proj.weight", "k_proj.weight")):  # GGUF's Llama rotates adjacent columns
             weight = weight.unflatten(0, (-1, 2, config.head_dim // 2)).transpose(1, 2).flatten(0, 2)
         data = weight.numpy()
         if weight.ndim == 1:

@@ -1,7 +1,6 @@
-"""What users of a GPU call for attention over a paged cache: FlashInfer, FlashAttention, vLLM's Triton kernel.
+"""GPU peers of attention over a paged cache: FlashInfer, FlashAttention, vLLM's Triton kernel.
 
-Written for flashinfer-python 0.7, flash-attn 2.8, FlashAttention 3 and vLLM 0.32. Each is a peer of `tree_attention`
-(attention_peers.py) where its package is installed, or was carried there (carried.py). None is a dependency.
+Written for flashinfer-python 0.7, flash-attn 2.8, FlashAttention 3 and vLLM 0.32, installed or carried (carried.py).
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from suite import Way, package, peer
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-FLASHINFER_WORKSPACE = 128 << 20  # bytes, as its documentation recommends
+FLASHINFER_WORKSPACE = 128 << 20  # bytes, recommended by its documentation
 FLASH_ATTENTION_PAGE = 256  # tokens; its pages are multiples of it
-# vLLM's values: from which length its decoding splits sequences, and into how many parts.
+# vLLM's values: the programs below which decoding splits sequences, and the parts.
 TRITON_LEAST_PROGRAMS, TRITON_SEGMENTS = 128, 16
 
 
@@ -30,7 +29,7 @@ def workspace(p: Problem) -> Tensor:
 
 
 def pages_of(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """FlashInfer's form of the page table: offsets, pages, rows of the last page."""
+    """Returns FlashInfer's offsets, pages, and rows of the last page."""
     lengths = torch.tensor(p.lengths, dtype=torch.int32)
     pages = -(-lengths // p.page_size)
     offsets = F.pad(pages.cumsum(0), (1, 0)).int()
@@ -39,7 +38,7 @@ def pages_of(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def custom_mask(p: Problem) -> dict[str, Tensor]:
-    """Over the whole context, so that it is made and packed anew in each step."""
+    """It covers the whole context, so each step packs it again."""
     tree = torch.from_numpy(p.tree.mask).to(p.device)
     prefixes = (tree.new_ones(p.tree.num_nodes, length - p.tree.num_nodes) for length in p.lengths)
     return {"custom_mask": torch.cat([torch.cat([prefix, tree], 1).flatten() for prefix in prefixes])}
@@ -50,7 +49,7 @@ def causal(p: Problem) -> dict[str, Any]:
 
 
 def wrapped(p: Problem, wrapper: Any, visibility: Callable[[Problem], dict[str, Any]], *queries: Tensor) -> Way:
-    """One of FlashInfer's wrappers; queries: their offsets, where it takes them."""
+    """queries: their offsets."""
     where = *queries, *pages_of(p)
     sizes = p.heads, p.kv_heads, p.head_dim, p.page_size
     types = {"sm_scale": p.scale, "q_data_type": p.dtype, "kv_data_type": p.cache_dtype}
@@ -67,7 +66,6 @@ def prefill(p: Problem) -> Any:
 
 
 def kernel(p: Problem) -> Any:
-    """What the wrapper for prefill ends in, without its package."""
     return flashinfer_kernel.Wrapper(workspace(p), flashinfer_kernel.library())
 
 
@@ -104,7 +102,7 @@ def flashinfer_kernel_causal(p: Problem) -> Way:
 
 @peer("torch's flash-attn (causal)", when=package("torch", "cuda"), like=paged_tree_causal)
 def torch_flash_attention(p: Problem) -> Way:
-    """The flash-attn kernel of torch, over dense K and V. Its causal mask ignores a prefix, so that there is none."""
+    """Its causal mask excludes a prefix."""
     p.expect_same_dtype()
     if set(p.lengths) != {p.tree.num_nodes}:
         raise ValueError("prompts without a prefix only")
@@ -127,7 +125,7 @@ def flash_attention_way(p: Problem, attend: Callable[..., Tensor], caches: list[
 
 @peer("flash-attn (causal)", when=package("flash_attn", "cuda"), like=paged_tree_causal)
 def flash_attention(p: Problem) -> Way:
-    """flash-attn's paged form, on a cache of its own where the pages are not multiples of 256."""
+    """Needs a separate cache unless pages are multiples of 256."""
     p.expect_same_dtype()
     attend = importlib.import_module("flash_attn").flash_attn_with_kvcache
     if p.page_size % FLASH_ATTENTION_PAGE == 0:
@@ -136,7 +134,7 @@ def flash_attention(p: Problem) -> Way:
     page_table = torch.randperm(p.batch * pages, device=p.device).view(p.batch, pages).int()
 
     def paged(dense: Tensor) -> Tensor:
-        """[B, Hkv, L, D] in the pages of `page_table`."""
+        """dense: [B, Hkv, L, D]."""
         rows = dense.new_zeros(p.batch, pages * FLASH_ATTENTION_PAGE, p.kv_heads, p.head_dim)
         rows[:, : p.max_length] = dense.transpose(1, 2)
         cache = torch.empty_like(rows).view(-1, FLASH_ATTENTION_PAGE, p.kv_heads, p.head_dim)
@@ -149,7 +147,7 @@ def flash_attention(p: Problem) -> Way:
 
 @peer("flash-attn 3 (causal)", when=loaded_by(flash_attention_3), like=paged_tree_causal)
 def flash_attention_of_hopper(p: Problem) -> Way:
-    """FlashAttention 3 on the problem's own pages; the carried one has kernels for heads of 128 in bf16 alone."""
+    """The carried library has bf16 heads of 128 alone."""
     if (p.head_dim, p.dtype, p.cache_dtype) != (128, torch.bfloat16, torch.bfloat16):
         raise ValueError("compiled for head size 128 and bfloat16")
     attend = flash_attention_3().flash_attn_with_kvcache
@@ -158,7 +156,7 @@ def flash_attention_of_hopper(p: Problem) -> Way:
 
 @peer("Triton unified attention", when=package("vllm", "cuda"))
 def triton_unified(p: Problem) -> Way:
-    """vLLM's Triton kernel; a tree, the same for all sequences, is what it adds to the scores between queries."""
+    """A bias between queries expresses a tree, equal for all sequences."""
     p.expect_same_dtype()
     attend = importlib.import_module("vllm.v1.attention.ops.triton_unified_attention").unified_attention
     out, between_queries = torch.empty_like(p.q), None

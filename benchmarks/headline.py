@@ -1,8 +1,7 @@
-"""The rows that decide: what each op has to reach on a GPU, and on a CPU, and whether it did.
+"""Headline rows and their targets, measured by `bench_ops.py --headline`.
 
-`bench_ops.py --headline` measures them. Each kind of device has its own targets; a row without any shows what a
-property costs (a page size, a batch size). B is the batch size, L the keys of a sequence, T the nodes of its tree, R
-the rows of a KV head: nodes times query heads per KV head.
+A row without targets shows the cost of a property (a page size, a batch size). B is the batch size, L the keys of a
+sequence, T the nodes of its tree, R the rows of a KV head: nodes times query heads per KV head.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Target:
-    """A bound for one figure of a row. stretch: what would be better still.
+    """A bound for one figure of a row; stretch: a better value still.
 
-    figure: a key of FIGURES. against: for ratios, parts of the peers' names or the name of another row.
+    figure: a key of FIGURES. against: parts of peers' names or another row's name.
     """
 
     figure: str
@@ -39,7 +38,7 @@ class Target:
         return FIGURES[self.figure]
 
 
-# Whether a figure is to be at least its bound, or at most.
+# True: at least the bound; False: at most.
 FIGURES = {
     "of read bandwidth": True,
     "TFLOP/s": True,
@@ -58,7 +57,7 @@ EVERY_PEER = Target("x as fast as every peer", 1)  # of each row, on a GPU
 
 
 def figure_of(target: Target, row: Row, rows: Sequence[Row], machine: Mapping[str, Any]) -> float | None:
-    """Returns what was measured; None where a peer or the other row is missing. The fastest of several peers counts."""
+    """Returns None without the peer or row."""
     if "ms" not in row:
         return None
     if target.figure.endswith("row"):
@@ -85,7 +84,7 @@ def figure_of(target: Target, row: Row, rows: Sequence[Row], machine: Mapping[st
 
 @dataclass(frozen=True)
 class Headline:
-    """A row: what its shape changes of the op's base, and what is to be reached on a device."""
+    """shape: changes of the op's base."""
 
     name: str
     op: str
@@ -100,7 +99,7 @@ class Headline:
 def judged(
     row: Row, rows: Sequence[Row], machine: Mapping[str, Any], device: str, counts: bool
 ) -> list[dict[str, Any]]:
-    """The row's targets with what was measured; met is None where that is missing, or the sizes do not count."""
+    """met is None without a measurement, or if sizes do not count."""
     found = []
     for target in BY_NAME[row["point"]].targets(device):
         measured = figure_of(target, row, rows, machine)
@@ -122,7 +121,7 @@ def points(ops: Sequence[Op], *, small: bool) -> list[Point]:
 
 
 def scaled(shape: Shape) -> Shape:
-    """The same row in sizes that take milliseconds on a CPU, also with the GPU's kernels run by simt."""
+    """Shrinks the row to milliseconds on a CPU, also under simt."""
     most = {"batch": 1, "vocab": 500, "length": 130, "tokens": 16, "layers": 2, "nodes": 16, "value_heads": 2}
     small = {key: min(shape[key], value) for key, value in most.items() if key in shape}
     if "heads" in shape:
@@ -210,7 +209,7 @@ ATTENTION = [
         for key, values in (("head_dim", (64, 96, 192, 256)), ("page_size", (1, 64)), ("dtype", ("float16",)))
         for value in values
     ),
-    # On the CPU.
+    # CPU.
     attention("batch 4, L 4k, T 32", {}, [like_causal], [than_gathered(7)]),
     attention("batch 2, L 2k, T 128", {"batch": 2, "length": 2048, "tree": "binary 128"}, cpu=[than_gathered(6)]),
     attention("batch 1, L 32k, T 16", {"batch": 1, "length": 32768, "tree": "binary 16"}, cpu=[than_gathered(8)]),
@@ -232,7 +231,7 @@ LATENT = [
     latent("latent, R 2048", {"batch": 8, "length": 8192, "tree": "binary 16"}),
     latent("latent, 16 heads, R 128", {"batch": 32, "length": 8192, "tree": "binary 8", "heads": "16/1"}),
     latent("latent, B 1, L 8k, T 8", {"batch": 1, "length": 8192, "tree": "binary 8"}),
-    # On the CPU.
+    # CPU.
     attention("one KV head, 128 query heads", {**LATENT_SMALL, "heads": "128/1", "page_size": 64}),
     latent(
         "latent, batch 4, L 4k, T 8", LATENT_SMALL,
@@ -247,7 +246,7 @@ MEDUSA, CHAIN = {"tree": "Medusa 64"}, {"tree": "chain 8"}
 
 
 def by_batch(op: str, shape: Shape, name: str = "", last: Sequence[Target] = ()) -> list[Headline]:
-    """A row for each batch size; `last` is to be reached at the largest."""
+    """last: targets of the largest batch."""
     title = ", ".join(filter(None, [op, name]))
     return [
         Headline(f"{title}, B {batch}", op, {**shape, "batch": batch}, tuple(last) if batch == BATCHES[-1] else ())
@@ -274,7 +273,7 @@ VERIFICATION = [
     ),
 ]  # fmt: skip
 
-# Rows of logits are those of sequences without drafts; 2048 are the nodes of 32 trees.
+# 2048 rows are the nodes of 32 trees.
 SAMPLE_TARGETS = {
     "greedy": Target("x its floor", 1.2),
     "temperature 0.8": us(135),
@@ -308,10 +307,10 @@ STEP = [
     *by_batch("expand_tree", {}),
     Headline("ngram_propose, 128k tokens", "ngram_propose", {"batch": 1, "length": 131072}, (us(40),)),
     *by_batch("ngram_propose", {}),
-    # The delta rule on trees, then the advance of its states: apart among the row's kernels.
+    # The delta rule on trees and the advance of its states are separate kernels of the row.
     *by_batch("recurrent_step", {"tree": "binary 8"}, last=[Target("x its floor", 2.5)]),
 ]
 
-# A run whose time ends early has the short rows of many ops.
+# Short rows first, in case the time ends early.
 HEADLINES = [*STEP, *ATTENTION, *VERIFICATION, *SAMPLE, *LATENT]
 BY_NAME = {row.name: row for row in HEADLINES}

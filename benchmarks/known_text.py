@@ -1,11 +1,10 @@
-"""A decoder of Llama's sizes whose text is known in advance, and its steps with trees of a set acceptance.
+"""A decoder of Llama's sizes with a known text, and its steps with trees of a set acceptance.
 
-The residual stream stays at the token's embedding, because output projections are small, and the head's row of
-`after[t]` is the embedding of t: the model continues t by after[t], by a margin that no rounding turns. Matrices,
-caches and kernels cost as much as a real model's. The drafter knows the text, and puts the right token at the rank that
-an acceptance table drew, or nowhere: acceptance is set, and every emitted token is really verified.
+Output projections are small, so the residual stream stays at the token's embedding, and the head's row of `after[t]` is
+the embedding of t: the model continues t by after[t], by a margin above all rounding. The drafter puts the right token
+at the rank drawn from an acceptance table, or nowhere, and every token is verified.
 
-The text hardly feels attention: `python -m pagedtree check` and the tests judge that.
+The text hardly depends on attention, which `python -m pagedtree check` and the tests verify.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torch import Tensor
 import pagedtree as pt
 
 PAGE, LARGE_PAGE = 16, 128
-Table = Sequence[Sequence[float]]  # acceptance by depth and rank, as `choose_tree` takes it
+Table = Sequence[Sequence[float]]  # acceptance by depth and rank, as in `choose_tree`
 Product = Callable[[Tensor, Tensor], Tensor]
 Sizes = namedtuple("Sizes", "layers hidden heads kv_heads head_dim mlp vocab")
 LLAMA_8B = Sizes(32, 4096, 32, 8, 128, 14336, 128256)
@@ -46,7 +45,7 @@ class Model:
         self.cos_sin = torch.cat([angles.cos(), angles.sin()], 1).to(device)
 
     def layer(self, inputs: int, gain: float = 1.0) -> list[Tensor]:
-        """gain: of what the layer adds to the residual stream."""
+        """gain: factor of the layer's addition to the residual stream."""
         _, hidden, heads, kv_heads, head_dim, mlp, _ = self.sizes
         qkv, o = self.normal((heads + 2 * kv_heads) * head_dim, inputs), self.normal(hidden, heads * head_dim)
         gate_up, down = self.normal(2 * mlp, hidden), self.normal(hidden, mlp)
@@ -66,7 +65,7 @@ class Model:
         return x + product(F.silu(gate) * up, layer[3])
 
     def logits(self, tokens: Tensor, attend: Callable[..., Tensor], product: Product) -> Tensor:
-        """attend: of a layer's number, q, k and v."""
+        """attend: maps a layer's number, q, k and v to its output."""
         x, kinds = F.embedding(tokens, self.embedding), [self.sizes.heads, self.sizes.kv_heads, self.sizes.kv_heads]
         for i, layer in enumerate(self.layers):
             heads = product(self.norm(x), layer[0]).unflatten(1, (-1, self.sizes.head_dim))
@@ -75,22 +74,20 @@ class Model:
 
 
 class Cache:
-    """K and V of all layers, noise, with room for `tokens` of each sequence."""
-
     def __init__(self, model: Model, batch: int, tokens: int) -> None:
         self.batch, rows = batch, batch * -(-tokens // LARGE_PAGE) * LARGE_PAGE
         shape = rows, model.sizes.kv_heads, model.sizes.head_dim
         self.pairs = [[model.normal(*shape, std=1.0) for _ in range(2)] for _ in model.layers]
 
     def paged(self, page: int) -> tuple[list[list[Tensor]], Tensor]:
-        """The caches in pages of that size, and a page table in random order."""
+        """The page table is random."""
         pairs = [[rows.unflatten(0, (-1, page)) for rows in pair] for pair in self.pairs]
         order = torch.randperm(len(pairs[0][0]), generator=torch.Generator().manual_seed(0))
         return pairs, order.int().view(self.batch, -1).to(self.pairs[0][0].device)
 
 
 def drawn_ranks(table: Table, depths: int, steps: int, seed: int) -> np.ndarray:
-    """[steps, depths + 1]: the rank at which the right token stands at each depth of each step; -1: nowhere."""
+    """Draws [steps, depths + 1]: the right token's rank at each depth; -1: nowhere."""
     generator, ranks = np.random.default_rng(seed), np.full((steps, depths + 1), -1)
     for depth, odds in enumerate(table[:depths], 1):
         found = np.searchsorted(np.cumsum(odds), generator.random(steps), side="right")
@@ -99,7 +96,6 @@ def drawn_ranks(table: Table, depths: int, steps: int, seed: int) -> np.ndarray:
 
 
 def survival(tree: pt.DraftTree, table: Table) -> list[float]:
-    """The probability that each node is on the accepted path."""
     reached = [1.0]
     for parent, depth, rank in zip(tree.parents[1:], tree.depths[1:], tree.child_ranks[1:], strict=True):
         reached.append(reached[parent] * table[depth - 1][rank])
@@ -108,10 +104,10 @@ def survival(tree: pt.DraftTree, table: Table) -> list[float]:
 
 @dataclass(eq=False)
 class Step:
-    """A step with a tree, in tensors that stay in place; over `steps` of them the sequences have about `length` tokens.
+    """A step with a tree in fixed tensors; over `steps` of them the mean length is about `length`.
 
-    tables: each sequence's acceptance. budget: only so many nodes of all trees are verified, the likeliest. peer: whose
-    attention is used; it plans once. is_bare: without products and attention, for the time of all else.
+    tables: each sequence's acceptance. budget: most verified nodes of all trees, the likeliest. peer: replaces our
+    attention and plans once. is_bare: no products and attention, to time the rest.
     """
 
     model: Model
@@ -161,7 +157,7 @@ class Step:
         self.reset()
 
     def of_peer(self) -> Problem:
-        """The attention of any layer, as peers of `tree_attention` take it, once; the step changes q and seq_lens."""
+        """Makes one layer's problem for peers; the step changes q and seq_lens."""
         p, sizes = Problem.__new__(Problem), self.model.sizes
         p.heads, p.kv_heads, p.head_dim, p.scale = sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.head_dim**-0.5
         p.tree, p.trees, p.is_prefill, p.batch = self.tree, self.trees, False, self.batch
@@ -185,7 +181,6 @@ class Step:
         return torch.where(self.rank == hit, right, (right + 1 + self.rank) % self.model.sizes.vocab).flatten()
 
     def attention(self, trees: pt.TreeBatch, seq_lens: Tensor, cu_seqlens_q: Tensor) -> Callable[[int, Tensor], Tensor]:
-        """Of a layer's number and queries."""
         if self.way is not None:
             self.problem.seq_lens.copy_(seq_lens)
             return self.by_peer
@@ -228,7 +223,7 @@ class Step:
         self.counter += 1
 
     def wrong(self) -> str | None:
-        """After `steps` steps: which tokens are not the known text's, or which path is not that of the drawn ranks."""
+        """Returns the first wrong token or path."""
         after, texts, lengths = self.model.after.tolist(), self.history.tolist(), self.history_lens.tolist()
         paths, rows = self.paths.tolist(), self.rows.tolist()
         ranks = zip(self.tree.parents.tolist(), self.tree.child_ranks.tolist(), strict=True)

@@ -1,7 +1,7 @@
-"""Attention over a latent cache (multi-head latent attention): `tree_attention`, and what users would call instead.
+"""Attention over a latent cache (multi-head latent attention): `tree_attention` and its peers.
 
-Sizes are DeepSeek-V3's: a cached row of 512 compressed and 64 rotated columns serves 128 query heads. Of each head, a
-query has 128 + 64 columns before its projection is absorbed, and a value 128.
+Sizes are DeepSeek-V3's: rows of 512 compressed and 64 rotated columns serve 128 query heads, whose queries have 128 +
+64 columns before the projection is absorbed, and values 128.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ ROW = RANK + ROTATED
 
 
 class LatentProblem(Problem):
-    """One call on a latent cache, and the same attention by heads with K and V of their own.
+    """One call on a latent cache, and the same attention by heads.
 
-    w_k [H, 128, 512] and w_v [H, 512, 128] expand a compressed row into a head's K and V. The absorbed queries are made
-    with w_k, so that the op's output times w_v is what the heads give.
+    w_k [H, 128, 512] and w_v [H, 512, 128] expand a compressed row into a head's K and V; queries absorb w_k, so the
+    op's output times w_v equals the heads' output.
     """
 
     is_latent = True
@@ -58,7 +58,7 @@ class LatentProblem(Problem):
         return k[..., :RANK]
 
     def expanded(self, copy: int) -> tuple[Tensor, Tensor]:
-        """K [B, H, L, 192] and V [B, H, L, 128], as a cache without compression has them."""
+        """Returns K [B, H, L, 192] and V [B, H, L, 128]."""
         compressed, rotated = self.gathered(copy)[0][:, 0].split([RANK, ROTATED], dim=-1)
         k = compressed.new_empty(self.batch, self.heads, self.max_length, NOPE + ROTATED)
         k[..., :NOPE] = torch.einsum("blc,hdc->bhld", compressed, self.w_k)
@@ -68,14 +68,13 @@ class LatentProblem(Problem):
 
 @peer("pagedtree by heads")
 def by_heads(p: LatentProblem) -> Way:
-    """What the op gives, in the values of the heads."""
     way = paged_tree.make(p)
     return Way(lambda copy: torch.einsum("thc,hcv->thv", way.run(copy).float(), p.w_v.float()))
 
 
 @peer("SDPA on expanded heads", like=by_heads, only_headline=True)
 def sdpa_on_expanded_heads(p: LatentProblem) -> Way:
-    """torch SDPA on K and V of each head, as transformers caches them; only attention is timed."""
+    """transformers caches expanded K and V."""
     kv_bytes = p.batch * p.max_length * p.heads * (NOPE + ROTATED + VALUE) * p.dtype.itemsize
     copies = 1 if kv_bytes >= 4 * L3_BYTES[p.device.type] else p.copies
     if reason := lacking_memory((copies + 1) * kv_bytes, p.device):
@@ -97,7 +96,7 @@ def sdpa_on_expanded_heads(p: LatentProblem) -> Way:
 
 @peer("SDPA on gathered rows")
 def sdpa_on_gathered_rows(p: LatentProblem) -> Way:
-    """torch SDPA on the gathered latent rows; all heads are queries of one, as `enable_gqa` would copy the rows."""
+    """All heads are queries of one, as `enable_gqa` would copy rows."""
 
     def plan() -> Tensor:
         return p.visible()[:, None].repeat_interleave(p.heads, dim=2)
@@ -113,7 +112,7 @@ def sdpa_on_gathered_rows(p: LatentProblem) -> Way:
 
 
 class FlashMlaCall(ctypes.Structure):
-    """As in flashmla_kernel.cu."""
+    """FlashMlaCall of flashmla_kernel.cu."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("batch", "queries", "heads", "pages", "table_stride", "parts")),
@@ -131,7 +130,6 @@ def flash_mla_library() -> ctypes.CDLL:
 
 @peer("FlashMLA (causal)", when=loaded_by(flash_mla_library), like=paged_tree_causal)
 def flash_mla(p: LatentProblem) -> Way:
-    """DeepSeek's kernel for Hopper, on its pages of 64."""
     p.expect_same_dtype()
     if (p.page_size, p.dtype) != (64, torch.bfloat16):
         raise ValueError("compiled for pages of 64 and bfloat16")
@@ -164,7 +162,7 @@ def flash_mla(p: LatentProblem) -> Way:
 
 @peer("FlashInfer MLA (causal)", when=HAS_FLASHINFER, like=paged_tree_causal)
 def flashinfer_mla(p: LatentProblem) -> Way:
-    """FlashInfer's latent attention, which takes both parts of a row as tensors of their own."""
+    """A row's parts are separate tensors."""
     wrapper = importlib.import_module("flashinfer.mla").BatchMLAPagedAttentionWrapper(workspace(p))
     offsets, indices, _ = pages_of(p)
     sizes = p.heads, RANK, ROTATED, p.page_size, True, p.scale, p.dtype, p.cache_dtype
@@ -183,8 +181,7 @@ def flashinfer_mla(p: LatentProblem) -> Way:
 
 
 def memory_of(shape: Shape) -> int:
-    """The copies of the cache, dense K and V, and SDPA's mask and scores; not the expanded heads, which ask by
-    themselves."""
+    """Counts caches, dense K and V, SDPA's mask and scores; expanded heads count themselves."""
     lengths = lengths_of(shape)
     rows = nodes_of(shape["tree"]) * int(shape["heads"].split("/")[0])
     dense = max(lengths) * len(lengths) * (4 * ROW + 12 * rows)

@@ -1,4 +1,4 @@
-"""How benchmarks measure: candidates interleaved in one run, cold caches, median and spread, facts of the machine."""
+"""Measurement: interleaved candidates, cold caches, median and spread, facts of the machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_REPEATS = 200
 
 @dataclass
 class Timing:
-    """Seconds per call: the median of the repeats, and the interquartile range."""
+    """Seconds per call: median, and interquartile range."""
 
     median: float
     spread: float
@@ -43,10 +43,10 @@ def interleaved(
     min_repeats: int = 5,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
-    """Times the candidates in turn until `budget` seconds are spent: a slow spell of the machine hits all alike.
+    """Times candidates in turn for `budget` seconds, so slow spells of the machine affect all alike.
 
-    A candidate takes the repeat's number, by which it picks another copy of its data: none finds its own in a cache.
-    clock: `time.process_time` leaves out what other programs take of the cores.
+    A candidate gets the repeat's number, which selects a copy of its data that no cache holds.
+    clock: `time.process_time` excludes other programs.
     """
 
     def timed(call: Callable[[int], object], repeat: int) -> float:
@@ -60,9 +60,9 @@ def interleaved(
     return _in_turn(samples, budget, min_repeats)
 
 
-# This many cycles of the GPU's clock are about half a millisecond: the host queues a graph and two events in less.
+# Cycles of half a millisecond, in which the host queues a graph and two events.
 HEAD_START = 1_000_000
-# Several times what any L2 cache holds.
+# Several times any L2 cache.
 FLUSHED_BYTES = 256 << 20
 FLUSH = "flush"
 
@@ -75,12 +75,11 @@ def interleaved_on_gpu(
     min_repeats: int = 5,
     eager: Collection[str] = (),
 ) -> dict[str, Timing]:
-    """As `interleaved`, by the GPU's clock. One sample is a CUDA graph of a call on each copy of the data in turn, so
-    that Python does not count. A read of FLUSHED_BYTES comes before each call, which then finds neither data nor code
-    in L2; the time of the reads alone is subtracted.
+    """As `interleaved`, by the GPU's clock. A sample is a CUDA graph of a call on each copy of the data, without
+    Python's time. A read of FLUSHED_BYTES before each call evicts data and code from L2; the reads' time is subtracted.
 
-    eager: candidates that wait for the device, so that no graph can hold them; they are called, and pay for it. A
-    capture that fails raises RuntimeError: it spoils all later ones of the process (torch 2.11), which must end.
+    eager: candidates that wait for the device, which no graph can hold, so their time includes launches. A failed
+    capture raises RuntimeError: it spoils later captures of the process (torch 2.11), which must end.
     """
     calls, flush = max(copies, 4), cache_flush()
 
@@ -103,14 +102,13 @@ def interleaved_on_gpu(
 
 
 def cache_flush() -> Callable[[], object]:
-    """Reads FLUSHED_BYTES; written lines would have to go to memory while the next call runs."""
+    """Reads only: writes would reach memory during the next call."""
     data = torch.ones(FLUSHED_BYTES // 8, dtype=torch.int64, device="cuda")
     total = torch.empty((), dtype=torch.int64, device="cuda")
     return lambda: torch.sum(data, 0, out=total)
 
 
 def captured(name: str, calls: Callable[[], object]) -> Callable[[], object]:
-    """The replay of a CUDA graph of these calls."""
     calls()  # allocations, compilation
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -123,8 +121,8 @@ def captured(name: str, calls: Callable[[], object]) -> Callable[[], object]:
 
 
 def seconds_behind_head_start(sample: Callable[[], object]) -> float:
-    """The GPU is kept busy until the host has queued the events and the replay between them: otherwise the GPU
-    reaches the first event at once and waits for the launch, some microseconds that are not the call's."""
+    """Keeps the GPU busy until the host has queued the events and the replay: otherwise the time includes some
+    microseconds of launch."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(HEAD_START)
     begin.record()
@@ -135,14 +133,14 @@ def seconds_behind_head_start(sample: Callable[[], object]) -> float:
 
 
 def warm_seconds(call: Callable[[], object], repeats: int = 7) -> float:
-    """A call behind the same call, by the GPU's clock: data and code are where the one before has left them."""
+    """Times a call with data and code left by the previous one."""
     calls = 32
     replay = captured("a repeated call", lambda: [call() for _ in range(calls)])
     return statistics.median(seconds_behind_head_start(replay) for _ in range(repeats)) / calls
 
 
 def kernel_times(call: Callable[[], object]) -> dict[str, tuple[int, float]]:
-    """The GPU kernels of a call by name: how many a call, and the median of their microseconds."""
+    """Returns numbers and median microseconds by kernel."""
     calls = 5
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(calls):
@@ -158,7 +156,7 @@ def kernel_times(call: Callable[[], object]) -> dict[str, tuple[int, float]]:
 
 
 def waits_for_device(call: Callable[[], object]) -> bool:
-    """Tells whether torch sees a call wait for the GPU, as `.tolist()` does; it does not see other libraries' calls."""
+    """Returns True if torch detects a wait for the GPU, such as `.tolist()`; other libraries' waits go undetected."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -173,8 +171,8 @@ def waits_for_device(call: Callable[[], object]) -> bool:
 
 
 def _in_turn(samples: dict[str, Callable[[int], float]], budget: float, min_repeats: int) -> dict[str, Timing]:
-    """Each candidate has an equal share of the budget, so that a slow one does not take the fast ones' repeats; one of
-    which a single call takes more than its share is called three times.
+    """Samples each candidate for an equal share of the budget; one whose single call exceeds its share is called three
+    times.
     """
     share = budget / max(len(samples), 1)
     times: dict[str, list[float]] = {name: [] for name in samples}
@@ -190,7 +188,6 @@ def _in_turn(samples: dict[str, Callable[[int], float]], budget: float, min_repe
 
 
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:
-    """One call, from an idle device to an idle device."""
     if device.type != "cuda":
         begin = time.perf_counter()
         call()
@@ -205,7 +202,6 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
-    """The most that torch's allocator has lent at once during a call, the result included."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -229,7 +225,7 @@ def _summary(values: list[float]) -> Timing:
 
 
 def median_interval(values: list[float]) -> tuple[float, float, float]:
-    """A median between the bounds of its 95 % interval, by the ranks of the values; of fewer than six, all of them."""
+    """Returns a median within its 95 % interval, by ranks; of fewer than six values, all."""
     ordered, count = sorted(values), len(values)
     below = max(int(count / 2 - 0.98 * count**0.5), 0)
     return ordered[below], statistics.median(ordered), ordered[count - 1 - below]
@@ -239,7 +235,7 @@ CPU = torch.device("cpu")
 
 
 def read_bandwidth(device: torch.device = CPU, repeats: int = 7) -> float:
-    """Bytes per second that the device reads from its memory (the best of a few sums over a large array)."""
+    """Returns bytes per second, the best of several sums."""
     megabytes = 4096 if device.type == "cuda" else 512
     data = torch.ones(megabytes * 2**20 // 8, dtype=torch.int64, device=device)
     data.sum()
@@ -247,7 +243,6 @@ def read_bandwidth(device: torch.device = CPU, repeats: int = 7) -> float:
 
 
 def matmul_rate(dtype: torch.dtype = torch.float32, device: torch.device = CPU, repeats: int = 5) -> float:
-    """Flops per second of torch.mm: what this device's arithmetic gives to a tuned library."""
     size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
     a @ b
@@ -255,7 +250,6 @@ def matmul_rate(dtype: torch.dtype = torch.float32, device: torch.device = CPU, 
 
 
 def memory_bytes(entry: str = "MemAvailable") -> int:
-    """The host's memory, as /proc/meminfo has it."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, size = line.split(":")
         if name == entry:
@@ -264,9 +258,9 @@ def memory_bytes(entry: str = "MemAvailable") -> int:
 
 
 def commit() -> str | None:
-    """The environment's COMMIT, else the checkout's, with "-dirty" if more than results and pages was changed.
+    """Returns the environment's COMMIT, else the checkout's, with "-dirty" for changes outside results and pages.
 
-    COMMIT comes first because a copy of a tree may stand in another commit's checkout. None: neither is there.
+    COMMIT comes first because a copy of a tree may be in another commit's checkout.
     """
 
     def git(*arguments: str) -> str:
@@ -282,7 +276,6 @@ def commit() -> str | None:
 
 
 def machine_facts() -> dict[str, Any]:
-    """Collects what a reader needs to compare these figures with others: processor, threads, versions, commit, date."""
     model = platform.processor()
     for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
         if line.startswith("model name"):
@@ -305,7 +298,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def write_json(target: Path, content: dict[str, Any]) -> None:
-    """The whole file or, when this process is killed, the one that was there. One line for each fact and each row."""
+    """Replaces the file at once, so a kill leaves the old one; facts and rows have a line each."""
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f".{target.name}")
     unfinished.write_text(_lines(content, lambda value: _lines(value, json.dumps)) + "\n")
@@ -313,7 +306,7 @@ def write_json(target: Path, content: dict[str, Any]) -> None:
 
 
 def _lines(value: Any, text: Callable[[Any], str]) -> str:
-    """A list or dict with a line for each of its values, which `text` writes; anything else as it is."""
+    """Values of a list or dict have a line each."""
     if value and isinstance(value, dict):
         return "{\n" + ",\n".join(f"{json.dumps(key)}: {text(each)}" for key, each in value.items()) + "\n}"
     if value and isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Trees by name and number of nodes, as the sweeps have them: "chain 8", "Medusa 64", "prefill 512"."""
+"""Trees by name and number of nodes: "chain 8", "Medusa 64", "prefill 512"."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from pagedtree import DraftTree, choose_tree
 
 
 def binary(num_nodes: int) -> DraftTree:
-    """Balanced; full where num_nodes is a power of two less one."""
+    """Balanced; full if num_nodes is a power of two less one."""
     return DraftTree([-1] + [(i - 1) // 2 for i in range(1, num_nodes)])
 
 
 def likeliest(num_nodes: int, acceptance: np.ndarray) -> DraftTree:
-    """The best tree of that many nodes, if they all cost the same."""
     return choose_tree(acceptance, lambda size: 1.0, max_nodes=num_nodes, max_depth=num_nodes)
 
 
-# Acceptance by rank as in the papers' plots: the first choice most of the time, the next ones ever less often.
+# Acceptance by rank as in the papers' plots: mostly the first choice, the others ever less often.
 RANKS = 0.6 * 0.35 ** np.arange(10)
 SHAPES: dict[str, Callable[[int], DraftTree]] = {
     "chain": lambda num_nodes: DraftTree.chain(num_nodes - 1),
@@ -30,7 +29,7 @@ SHAPES: dict[str, Callable[[int], DraftTree]] = {
     "Medusa": lambda num_nodes: likeliest(num_nodes, RANKS * np.array([1.0, 0.8, 0.65, 0.5])[:, None]),
     # Sequoia (Chen et al., NeurIPS 2024): no bound on the depth.
     "Sequoia": lambda num_nodes: likeliest(num_nodes, RANKS),
-    # A chunk of a prompt: causal, without drafts.
+    # A prompt's chunk.
     "prefill": lambda num_nodes: DraftTree.chain(num_nodes - 1),
 }
 

@@ -1,4 +1,4 @@
-"""The ops that weigh the target against the drafts, beside the chain of torch ops and FlashInfer's verification."""
+"""Ops that compare target and draft probabilities, against torch ops and FlashInfer."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ TOP_P = {"temperature": 0.8, "top_p": 0.9}
 class DrawnProblem(Problem):
     """Drafts of two kinds, of which a rule accepts one at ACCEPTED of the nodes.
 
-    drawn: independently, from row draft_rows[n] of draft_probs[i] at node n: the target's distribution p, mixed with
-    one of other tokens. Each of c children is accepted with a probability a, whatever happened before, where 1 - (1 -
-    a)^c = ACCEPTED. leading: the target's likeliest tokens, that many of which hold ACCEPTED of p.
+    drawn: independently, at node n from row draft_rows[n] of draft_probs[i], a mixture of the target's distribution p
+    and one of other tokens. Each of c children is accepted with a probability a, where 1 - (1 - a)^c = ACCEPTED.
+    leading: the target's likeliest tokens, one per child, which hold ACCEPTED of p.
     """
 
     draft_probs: list[Tensor] = field(init=False)
@@ -68,7 +68,7 @@ class DrawnProblem(Problem):
         self.final_coins = torch.rand(self.batch, generator=generator)
 
     def _finish(self, logits: Tensor, hot: Tensor) -> None:
-        """Gives the leading tokens, one for each child, ACCEPTED of what top-p keeps."""
+        """Raises leading tokens, one for each child, to ACCEPTED of top-p's mass."""
         ranks = torch.from_numpy(self.tree.child_ranks).to(self.device).long().repeat(self.batch).clamp(0, 39)
         self.leading.append(hot[self.parents.clamp(min=0), ranks])
         is_leading = torch.zeros_like(logits, dtype=torch.bool)
@@ -89,7 +89,7 @@ class DrawnProblem(Problem):
 
 
 def by_ratio(op: Callable[..., Verdict], law: str) -> Callable[..., Verdict]:
-    """Random numbers are drawn, as in use; `injected` for the comparison."""
+    """injected: uses the comparison's random numbers."""
 
     def run(problem: DrawnProblem, i: int, injected: bool = False) -> Verdict:
         given: dict = {"coins": problem.coins, "final_coins": problem.final_coins} if injected else {}
@@ -113,7 +113,7 @@ def first_above(distribution: Tensor, coin: Tensor) -> int:
 
 
 def excess(p: Tensor, q: Tensor) -> tuple[Tensor, float]:
-    """max(p - q, 0), normalised where it is not zero, and its sum."""
+    """Returns max(p - q, 0), normalised unless zero, and its sum."""
     rest = (p - q).clamp_(min=0)
     total = float(rest.sum())
     return rest / (total or 1.0), total
@@ -125,7 +125,7 @@ def distributions(problem: DrawnProblem, i: int, rows: list[int] | slice) -> Ten
 
 
 def torch_judged(problem: DrawnProblem, i: int, judge: Callable[..., tuple[int | None, Tensor]]) -> Outcome:
-    """judge(p, node, children, drafts, row of the root) gives the accepted child, or None and what is left of p."""
+    """judge(p, node, children, drafts, row of the root) returns the accepted child, or None and the residual of p."""
 
     def last_token(p: Tensor, b: int, node: int, children: list[int], drafts: list[int]) -> tuple[int | None, int]:
         child, rest = judge(p, node, children, drafts, b * problem.tree.num_nodes)
@@ -205,7 +205,6 @@ def torch_traversal(problem: DrawnProblem, i: int) -> Outcome:
 
 
 def torch_typical(problem: DrawnProblem, i: int) -> Outcome:
-    """Level by level, from the accepted nodes that have children."""
     n, children = problem.tree.num_nodes, children_of(problem.tree)
     drafts = problem.drafts[i].tolist()
     accepted: list[dict[int, list[int]]] = [{0: [0]} for _ in range(problem.batch)]
@@ -230,7 +229,7 @@ def torch_typical(problem: DrawnProblem, i: int) -> Outcome:
 
 @peer("FlashInfer", when=package("flashinfer", "cuda"))
 def flashinfer_chain(verification: Verification) -> Way:
-    """FlashInfer's verification of chains, from probabilities, which its softmax and filters make first."""
+    """Verification follows FlashInfer's softmax and filters."""
     problem, n = verification.problem, verification.problem.tree.num_nodes
     if n != problem.tree.max_depth + 1 or verification.rule.variant != "iid":
         raise ValueError("chains whose drafts were drawn only")
@@ -262,7 +261,7 @@ def flashinfer_chain(verification: Verification) -> Way:
 
 
 def checked(run: Callable[..., Verdict], peer: Callable[..., Outcome]) -> Callable[[Problem], None]:
-    """The same coins lead both the same way."""
+    """Equal coins have equal outcomes."""
     return lambda problem: check_outcome(run(problem, 0, injected=True), peer(problem, 0))
 
 

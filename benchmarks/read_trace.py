@@ -1,4 +1,4 @@
-"""Where the traced CTAs of a call spent their time, from a library built with -DPAGEDTREE_TRACE (variants/trace)."""
+"""Times of traced CTAs, from a library built with -DPAGEDTREE_TRACE (variants/trace)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ Trace = np.dtype([("events", "<u8", (3, 3, TRACED)), ("counts", "<u4", (3, 3))],
 
 
 def take() -> np.ndarray:
-    """The events of all calls since the last time."""
     trace = np.zeros((), Trace)
     library = ctypes.CDLL(str(Path(pagedtree.__file__).parent / "lib" / "libpagedtree_cuda.so"))
     if status := library.pagedtree_take_trace(trace.ctypes.data_as(ctypes.c_void_p)):
@@ -30,7 +29,7 @@ def take() -> np.ndarray:
 
 
 def show(trace: np.ndarray) -> None:
-    """Prints the steps of each CTA and role between an event and the next, the longest sum first."""
+    """The longest sum comes first."""
     ctas, roles = ("first", "middle", "last"), ("group 0", "group 1", "producers")
     for cta, role in np.ndindex(3, 3):
         words = trace["events"][cta, role, : trace["counts"][cta, role]]

@@ -1,10 +1,9 @@
-"""Other libraries' answers to the same prompts, plain and with drafts. None of the libraries is needed.
+"""Other libraries' answers to the same prompts, plain and with drafts; all are optional.
 
-OpenVINO GenAI and llama.cpp take one sequence. Both read a GGUF file that is written here from the model in memory: the
-same weights, in 16 bits, and the same tokens.
+OpenVINO GenAI and llama.cpp serve one sequence, from a GGUF file of the model's weights in 16 bits.
 
-vLLM runs in an environment and a process of its own (vllm_worker.py), as its users get it without options, compiled by
-inductor; with its own chains from n-grams, and with our trees.
+vLLM runs in a separate environment and process (vllm_worker.py), compiled by inductor as by default, with its n-gram
+chains and with our trees.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from typing import Any
 __all__ = ["Source", "ready", "takes_one", "versions"]
 
 Tokens = list[list[int]]
-# Prompts -> the new tokens of each, greedy, up to the end of the answer or so many.
+# Prompts -> greedy new tokens of each, up to the answer's end or the count.
 Generate = Callable[[Tokens, int], Tokens]
 
-# Draft tokens of a step, as `prompt_lookup_num_tokens` of transformers, and the length of what is looked up.
+# Draft tokens of a step, as `prompt_lookup_num_tokens` of transformers, and the longest n-gram.
 DRAFTED, MAX_NGRAM = 8, 3
 CONTEXT = 2048
 
@@ -37,9 +36,9 @@ OUR_DRAFTERS = "pagedtree.integrations.vllm.drafters."
 
 @dataclass
 class Source:
-    """What the libraries generate with; files are written into `folder`.
+    """The libraries' model; files are written into `folder`.
 
-    checkpoint: the model's own folder. sequences: the most that run at once.
+    checkpoint: the model's folder. sequences: the most at once.
     """
 
     model: Any
@@ -53,7 +52,7 @@ class Source:
         return int(self.model.generation_config.eos_token_id)
 
     def gguf(self, kind: str) -> Path:
-        """The model with matrices in "F16" or "BF16" and norms in fp32, and its byte-level BPE tokenizer."""
+        """Writes matrices in "F16" or "BF16", norms in fp32, and the tokenizer."""
         from gguf_file import Vocabulary, write_llama
 
         path = self.folder / f"{kind}.gguf"
@@ -67,13 +66,13 @@ class Source:
 
 
 def openvino(source: Source, path: Path, has_lookup: bool = False) -> Generate:
-    """In bf16. Its reader of GGUF takes matrices in fp16."""
+    """Its GGUF reader needs fp16 matrices."""
     import numpy
     import openvino
     import openvino_genai
 
     scheduler = openvino_genai.SchedulerConfig()
-    scheduler.enable_prefix_caching = False  # else it reads a prompt once alone
+    scheduler.enable_prefix_caching = False  # else it reads a lone prompt once
     pipeline = openvino_genai.LLMPipeline(
         path,
         "CPU",
@@ -93,7 +92,6 @@ def openvino(source: Source, path: Path, has_lookup: bool = False) -> Generate:
 
 
 def llama_cpp(source: Source, path: Path, has_lookup: bool = False) -> Generate:
-    """By its Python package, which has prompt lookup."""
     from llama_cpp import Llama
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
@@ -108,7 +106,7 @@ def llama_cpp(source: Source, path: Path, has_lookup: bool = False) -> Generate:
     )
 
     def generate(prompts: Tokens, count: int) -> Tokens:
-        model.reset()  # else it finds the last call's prompt in its cache
+        model.reset()  # else its cache has the last call's prompt
         new: list[int] = []
         for token in model.generate(prompts[0], temp=0.0):
             new.append(token)
@@ -120,7 +118,7 @@ def llama_cpp(source: Source, path: Path, has_lookup: bool = False) -> Generate:
 
 
 def vllm(source: Source, drafter: str = "", num_drafts: int = 0, **options: Any) -> Generate:
-    """drafter: vLLM's method "ngram", or the name of one of our classes. options: the drafter's."""
+    """drafter: vLLM's method "ngram", or one of our classes. options: the drafter's."""
     settings: dict[str, Any] = {"model": str(source.checkpoint), "dtype": "bfloat16"}
     settings["max_num_seqs"] = source.sequences
     if drafter == "ngram":
@@ -146,7 +144,7 @@ def vllm(source: Source, drafter: str = "", num_drafts: int = 0, **options: Any)
     return generate
 
 
-# Name -> the package that it needs, and what makes its generation.
+# Name -> the package, and a function that makes the generation.
 PEERS: dict[str, tuple[str, Callable[[Source], Generate]]] = {
     "OpenVINO GenAI": ("openvino-genai", lambda source: openvino(source, source.gguf("F16"))),
     "OpenVINO GenAI, prompt lookup": ("openvino-genai", lambda source: openvino(source, source.gguf("F16"), True)),
@@ -161,12 +159,10 @@ PEERS: dict[str, tuple[str, Callable[[Source], Generate]]] = {
 
 
 def takes_one(name: str) -> bool:
-    """Tells whether this way takes one sequence only."""
     return not name.startswith(STOCK)
 
 
 def versions() -> dict[str, str | None]:
-    """Returns the versions of the packages; None for one that is not installed."""
     of_vllm = next(VLLM.glob("lib/python3*/site-packages/vllm*.dist-info"), None)
     found = {"vllm": of_vllm and of_vllm.name.removesuffix(".dist-info").partition("-")[2]}
     for package in dict.fromkeys(package for package, _ in PEERS.values() if package != "vllm"):
@@ -178,7 +174,7 @@ def versions() -> dict[str, str | None]:
 
 
 def ready(source: Source) -> dict[str, Generate]:
-    """Name -> its generation, of the libraries that are installed; each reads the model when it is first called."""
+    """Installed libraries load the model at the first call."""
 
     def of(make: Callable[[Source], Generate]) -> Generate:
         made = cache(lambda: make(source))

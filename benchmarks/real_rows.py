@@ -1,7 +1,7 @@
-"""The rows of bench_real.py: what each way took of each batch of prompts, kept in one file over many runs.
+"""The rows of bench_real.py, in one file over many runs.
 
-A row belongs to a dtype, a number of sequences, a kind of prompts and a way of decoding. Its lists have one entry for
-each batch that was measured; its other figures are medians of these lists between the bounds of their 95 % interval.
+A row has a dtype, a number of sequences, a kind of prompts and a way of decoding. Its lists have one entry for each
+batch; other figures are medians of these lists between the bounds of their 95 % interval.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from measure import median_interval, write_json
 __all__ = ["ALL", "PLAIN", "QUEUE", "Call", "Difference", "Key", "Table"]
 
 PLAIN, ALL, QUEUE = "plain", "all", "queue"
-# Rows of runs that differ in one of these facts do not belong into one file.
+# Runs that differ in these facts need separate files.
 CONDITIONS = ("processor", "threads", "torch", "model", "max_new_tokens")
 
 Row = dict[str, Any]
@@ -31,9 +31,9 @@ class Key(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """Where a text parts from that of plain decoding.
+    """The first difference of a text from plain decoding.
 
-    margin: the distance between the logits of the two next tokens; None where one text only ends earlier.
+    margin: the distance of the two next tokens' logits; None if one text only ends earlier.
     """
 
     prompt: int
@@ -45,8 +45,7 @@ class Difference(NamedTuple):
 class Call:
     """One way's answers to one batch.
 
-    gain: tokens per second over those of plain decoding in the same turn. per_step: tokens that a sequence gained in a
-    pass, 0 where that is not known.
+    gain: tokens per second over plain decoding in the same turn. per_step: a sequence's tokens per pass, 0 if unknown.
     """
 
     texts: int
@@ -58,17 +57,17 @@ class Call:
 
 @dataclass
 class Table:
-    """`calls` has the calls of each row by the number of their batch among those of their kind."""
+    """`calls` has each row's calls by batch number within a kind."""
 
     facts: dict[str, Any]
     calls: dict[Key, dict[int, Call]] = field(default_factory=dict)
 
     @classmethod
     def opened(cls, path: Path, facts: dict[str, Any]) -> Table:
-        """Reads what the file has, to which calls are added.
+        """Reads the file's rows.
 
         Raises:
-            ValueError: the file's rows were measured under other conditions.
+            ValueError: the rows were measured under other conditions.
         """
         table = cls(facts)
         if not path.exists():
@@ -99,7 +98,7 @@ class Table:
         write_json(path, {"benchmark": name, "machine": self.facts, "rows": self.rows()})
 
     def rows(self) -> list[Row]:
-        """Lists, for each number of sequences, the rows of each kind, then of all kinds' batches together."""
+        """Each kind precedes all kinds, by number of sequences."""
         places: dict[tuple[str, int], None] = dict.fromkeys((key.dtype, key.sequences) for key in sorted(self.calls))
         found = []
         for place in places:
@@ -133,20 +132,18 @@ class Table:
         return row
 
     def _best(self, key: Key) -> list[Key]:
-        """Finds what chosen trees are compared with: plain decoding, and chains and fixed trees of the same drafter."""
+        """Chosen trees compete with plain decoding, chains and fixed trees."""
         drafter, _, way = key.way.rpartition(" ")
         fixed = [key._replace(way=f"{drafter} {other}") for other in ("chain", "tree")]
         fixed = [other for other in fixed if other in self.calls]
         return [key._replace(way=PLAIN), *fixed] if way == "auto" and fixed else []
 
     def _stock(self, key: Key) -> list[Key]:
-        """Finds what an engine with drafts is compared with: the same engine without."""
         engine, comma, _ = key.way.partition(", ")
         stock = key._replace(way=engine)
         return [stock] if comma and engine != PLAIN and stock in self.calls else []
 
     def _over(self, key: Key, others: list[Key]) -> list[float]:
-        """The gain in each batch over the best of the others'."""
         rivals = [self.calls[other] for other in others]
         return [
             call.gain / max(rival[batch].gain for rival in rivals)

@@ -1,9 +1,8 @@
-"""A step of a layer with a recurrent state: `tree_delta_rule` on draft trees, then `advance_state` along what was
-accepted. Beside it what users would call instead: a state for each node, and transformers' causal forms on a chain of
-as many nodes.
+"""A step of a recurrent layer: `tree_delta_rule` on draft trees, then `advance_state` along accepted nodes. Peers are a
+state per node, and transformers' causal forms on a chain of as many nodes.
 
 Sizes are Qwen3-Next's (16 key heads, 32 value heads of 128 columns, one decay a head) and Kimi Linear's rule (one decay
-for each key channel). Three drafts are accepted where the tree is deep enough.
+for each key channel). Up to three drafts are accepted.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import Tensor
 from pagedtree import DraftTree, advance_state, build_trees, tree_delta_rule
 
 ACCEPTED = 3
-Results = tuple[Tensor, Tensor]  # the output, and the states behind the accepted tokens
+Results = tuple[Tensor, Tensor]  # the output, and the states after the accepted tokens
 # Rule -> transformers' module, its chunked form and its loop over tokens.
 RULES = {
     "gated delta": ("qwen3_next", "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"),
@@ -32,13 +31,11 @@ RULES = {
 
 
 def state_bytes(shape: Shape) -> int:
-    """Counts the bytes of a batch's states: fp32, one matrix for each value head."""
     return 4 * shape["batch"] * shape["value_heads"] * shape["head_dim"] ** 2
 
 
 class Step(Problem):
-    """Equal trees, one for each sequence. Each way to do a step has `copies` states of its own, so that none finds what
-    another one has left in a cache."""
+    """Equal trees. Each way has `copies` states, so that no cache holds another way's."""
 
     def make(self) -> None:
         self.tree = tree_named(self.shape["tree"])
@@ -51,7 +48,6 @@ class Step(Problem):
         }
 
     def draw(self, nodes: int) -> None:
-        """A layer's inputs for so many tokens of each sequence, and the states."""
         shape, self.batch = self.shape, self.shape["batch"]
         self.heads, self.head_dim = shape["value_heads"], shape["head_dim"]
         self.nodes, rows = nodes, self.batch * nodes
@@ -71,7 +67,7 @@ class Step(Problem):
         self.copies = max(1, min(16, -(-2 * L3_BYTES[self.device.type] // self.initial.nbytes)))
         self.states = self.fresh_states()
         self.slots = torch.arange(self.batch, dtype=torch.int32, device=self.device)
-        # What no way can avoid: each state read and written once, each token's products with it.
+        # Lower bound: each state read and written once, each token's products with it.
         tokens = (self.q, self.k, self.v, self.v, self.g, self.beta)
         self.bytes = 2 * self.initial.nbytes + sum(x.nbytes for x in tokens)
         self.flops = 4 * self.initial.numel() * nodes
@@ -80,7 +76,6 @@ class Step(Problem):
         return self.initial.repeat(self.copies, 1, 1, 1, 1)
 
     def step(self, tree: DraftTree, path: list[int], states: Tensor) -> Callable[[int], Results]:
-        """The two ops on trees of this form, of which these nodes are accepted."""
         parents = torch.from_numpy(tree.parents).to(self.device).repeat(self.batch)
         offsets = torch.arange(self.batch + 1, dtype=torch.int32, device=self.device) * self.nodes
         trees = build_trees(parents, offsets, max_nodes=self.nodes, max_depth=self.nodes - 1)
@@ -101,13 +96,11 @@ class Step(Problem):
         return self.ours(copy)
 
     def by_sequence(self) -> tuple[Tensor, ...]:
-        """q, k, v, g and beta as [B, nodes, ...]."""
+        """q, k, v, g and beta [B, nodes, ...]."""
         return tuple(x.unflatten(0, (self.batch, self.nodes)) for x in (self.q, self.k, self.v, self.g, self.beta))
 
 
 class Prefill(Step):
-    """A prompt of `tokens` for each sequence, whose states are those behind it."""
-
     def make(self) -> None:
         self.draw(self.shape["tokens"])
 
@@ -121,14 +114,13 @@ class Prefill(Step):
 
 @peer("pagedtree on a chain", is_other_problem=True)
 def on_chain(p: Step) -> Way:
-    """The op on a chain of as many nodes: a tree is to take at most a tenth more."""
+    """A tree should take at most a tenth more than a chain of as many nodes."""
     return Way(p.step(DraftTree.chain(p.nodes - 1), list(range(len(p.path))), p.fresh_states()))
 
 
 @peer("a state per node")
 def state_per_node(p: Step) -> Way:
-    """Torch ops that write the state of each node, as engines do that verify drafts, and keep that of the last accepted
-    one."""
+    """Writes each node's state and keeps the last accepted one, as engines that verify drafts do."""
     states, behind = p.fresh_states(), p.initial.new_empty(p.nodes, *p.initial.shape)
 
     def run(copy: int) -> Results:
@@ -156,11 +148,11 @@ def no_transformers() -> str | None:
 
 
 def causal(p: Step, form: int) -> Way:
-    """One of transformers' two causal forms: a prompt once; a chain, and again its accepted tokens for the state."""
+    """transformers' causal form: a prompt once; a chain, then its accepted tokens again."""
     module, *forms = RULES[p.shape["rule"]]
     rule = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), forms[form])
     q, k, *rest = p.by_sequence()
-    # Kimi Linear has as many key heads as value heads; the other rule repeats them itself.
+    # Kimi Linear has as many key heads as value heads; the other rule repeats its own.
     repeated = p.heads // k.shape[2] if p.shape["rule"] == "kimi delta" else 1
     rows, states = (*(x.repeat_interleave(repeated, dim=2) for x in (q, k)), *rest), p.fresh_states()
     is_prompt = isinstance(p, Prefill)
@@ -177,7 +169,6 @@ def causal(p: Step, form: int) -> Way:
 
 
 def by_transformers(suffix: str = "", like: Peer | None = None) -> list[Peer]:
-    """Its loop over tokens, and its chunks."""
     forms = {"loop": 1, "chunk": 0}  # in RULES
     properties = {"when": no_transformers, "like": like}
     return [peer(f"transformers' {name}{suffix}", **properties)(partial(causal, form=i)) for name, i in forms.items()]
@@ -187,8 +178,8 @@ def by_transformers(suffix: str = "", like: Peer | None = None) -> list[Peer]:
 
 
 def memory_of(shape: Shape) -> int:
-    """The copies of the states, one for each node, and what transformers' forms make of chunks of 64 tokens: for
-    decays of channels, a number for each channel of a pair."""
+    """Counts copies of states, one per node, and transformers' chunks of 64 tokens, where channel decays have a number
+    for each channel of a pair."""
     nodes, states = shape["tokens"] if "tokens" in shape else nodes_of(shape["tree"]), state_bytes(shape)
     tokens = shape["batch"] * shape["value_heads"] * (nodes + 63) * shape["head_dim"]
     behind = 0 if "tokens" in shape else nodes
@@ -197,7 +188,7 @@ def memory_of(shape: Shape) -> int:
 
 
 def check(problem: Step, ours: Way, theirs: Way) -> None:
-    """Outputs and states, from the same states."""
+    """Both begin with equal states."""
 
     def after(way: Way) -> Results:
         way.run(0)[1].copy_(problem.initial)

@@ -1,4 +1,4 @@
-"""The JSON file of a benchmark's rows, whole after each row, and the processes that fill it."""
+"""The JSON file of a benchmark's rows, and the processes that fill it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from suite import Point
 
 @dataclass
 class Results:
-    """Rows that lie in the file as soon as they are added: whoever is killed leaves what was measured."""
+    """Rows are written as soon as they are added, so a kill loses none."""
 
     path: Path
     benchmark: str
@@ -53,11 +53,10 @@ class Results:
 def run_apart(
     chosen: Sequence[Point], results: Results, script: Path, arguments: list[str], *, together: bool = False
 ) -> None:
-    """Each op's points, or all `together`, by a process of their own, which `script` becomes by `--into FILE`.
+    """Measures each op's points, or all `together`, in a separate process: `script` with `--into FILE`.
 
-    What one op leaves in torch's allocator, its graphs or the device's state cannot reach the next. A process that dies
-    loses the row it was at: that row is tried once more without peers, of which one may be to blame, and if that fails
-    too it says so; another process takes the further rows.
+    So an op's allocator, graphs and device state cannot affect the next. A process that dies loses its current row,
+    which is tried again without peers and then marked as failed; another process continues.
     """
     command = [sys.executable, str(script), *arguments, "--into", str(results.path)]
     ops = list(dict.fromkeys(point.op.name for point in chosen))

@@ -1,7 +1,4 @@
-"""What users of a GPU call to sample a token for each row of logits, with the packages or without (carried.py).
-
-Peers of `sample`: FlashInfer and its kernels through ctypes, vLLM's Gumbel sampler in Triton.
-"""
+"""GPU peers of `sample`: FlashInfer, its kernels through ctypes (carried.py), vLLM's Gumbel sampler in Triton."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ if TYPE_CHECKING:
     from verify_peers import Verification
 
 SEED = 1
-SOFTMAX_SLICE, SOFTMAX_SLICE_BYTES = 8192, 8  # what FlashInfer's softmax notes of a part of a row
+SOFTMAX_SLICE, SOFTMAX_SLICE_BYTES = 8192, 8  # FlashInfer's softmax workspace for a part of a row
 
 
 class Params(NamedTuple):
@@ -35,7 +32,7 @@ def library() -> ctypes.CDLL:
 
 
 def row_sampler(verification: Verification, draw: Callable[[Tensor, Params], Tensor], whose: str) -> Way:
-    """A way to sample every row; `draw` gives a token for each."""
+    """`draw` returns a token for each row."""
     rule, problem = verification.rule, verification.problem
     if rule.params is None:
         raise ValueError(f"{whose} sampler is not for greedy")
@@ -49,7 +46,6 @@ def row_sampler(verification: Verification, draw: Callable[[Tensor, Params], Ten
 
 @peer("FlashInfer", when=package("flashinfer", "cuda"))
 def flashinfer_sampling(verification: Verification) -> Way:
-    """FlashInfer's sampling of every row, from probabilities, which its softmax makes first."""
     sampling = importlib.import_module("flashinfer").sampling
 
     def draw(logits: Tensor, params: Params) -> Tensor:
@@ -72,7 +68,6 @@ def call(name: str, *arguments: Any) -> None:
 
 
 def probabilities(logits: Tensor, temperature: float) -> Tensor:
-    """By FlashInfer's softmax."""
     rows, vocab = logits.shape
     work_bytes = rows * -(-vocab // SOFTMAX_SLICE) * SOFTMAX_SLICE_BYTES + 256
     work = torch.empty(work_bytes, dtype=torch.uint8, device=logits.device)
@@ -94,7 +89,7 @@ def draw_by_kernels(logits: Tensor, params: Params) -> Tensor:
             call("top_p", probs, tokens, valid, *probs.shape, *bounds)
     elif params.temperature == 1 and logits.dtype == torch.bfloat16:
         call("from_logits_bf16", logits, tokens, *logits.shape, ctypes.c_uint64(SEED))
-    else:  # its kernel knows no temperature
+    else:  # its kernel has no temperature
         scaled = torch.empty(logits.shape, device=logits.device)
         torch.div(logits, params.temperature, out=scaled)
         call("from_logits", scaled, tokens, *logits.shape, ctypes.c_uint64(SEED))
@@ -103,7 +98,7 @@ def draw_by_kernels(logits: Tensor, params: Params) -> Tensor:
 
 @peer("FlashInfer's sampling kernels", when=loaded_by(library))
 def flashinfer_sampling_kernels(verification: Verification) -> Way:
-    """FlashInfer's Gumbel race over logits; under a filter its softmax, then a draw from probabilities by rejection."""
+    """A Gumbel race over logits; with a filter the softmax, then rejection from probabilities."""
     params = verification.rule.params or {}
     if params.get("top_k") and params.get("top_p", 1.0) == 1:
         raise ValueError("top-k is compiled beside top-p only")
@@ -112,7 +107,7 @@ def flashinfer_sampling_kernels(verification: Verification) -> Way:
 
 @peer("vLLM's Gumbel sampler (Triton)", when=package("vllm", "cuda"))
 def vllm_gumbel(verification: Verification) -> Way:
-    """vLLM's sampler of model runner V2; its filters (Qrita, arXiv 2602.01518) take scaled logits."""
+    """Runner V2's sampler; its filters (Qrita, arXiv 2602.01518) read scaled logits."""
     sample = importlib.import_module("vllm.v1.worker.gpu.sample.gumbel").gumbel_sample
     kept = importlib.import_module("vllm.v1.sample.ops.topk_topp_triton").apply_top_k_top_p_triton
 

@@ -1,8 +1,8 @@
-"""What a benchmark of an op is: points of a sweep, and the ways to do each, compared before they are timed.
+"""A benchmark of an op: points of a sweep, and ways to solve each, compared before they are timed.
 
-A *peer* is whatever a user could call instead of the op; the op itself is the first in the list. `@peer(NAME)` makes
-one of a function of a problem, which does what an engine does once and returns the `Way`. A *problem* has `bytes` and
-`flops` (what no way to do it can avoid), `copies` and `device`.
+A *peer* is an alternative to the op, the first in the list. `@peer(NAME)` makes one of a function of a problem, which
+does one-time work and returns the `Way`. A *problem* has `bytes` and `flops` (lower bounds of every way), `copies` and
+`device`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ COMPILES = "compiled for each shape: only where it is named"
 
 
 def always() -> str | None:
-    """For a peer that runs wherever pagedtree does."""
+    """Runs wherever pagedtree does."""
     return None
 
 
 def package(name: str, device: str = "") -> Callable[[], str | None]:
-    """For a peer of a package, if installed, on machines with a GPU ("cuda"), without one ("cpu") or any ("")."""
+    """Needs a package, on machines with a GPU ("cuda"), without ("cpu") or any ("")."""
 
     def absent() -> str | None:
         if device and torch.cuda.is_available() != (device == "cuda"):
@@ -49,15 +49,15 @@ def package(name: str, device: str = "") -> Callable[[], str | None]:
 
 
 class Mismatch(Exception):
-    """A peer's result is not that of the op."""
+    """A peer's result is not the op's."""
 
 
 @dataclass
 class Way:
-    """How a problem is done: `run` is timed, on one of the problem's copies of the data.
+    """`run` is timed, on one of the problem's copies of the data.
 
-    plan: what an engine does once per step for all layers; timed apart, and included in the ratio.
-    check: raises Mismatch where the result is not the op's; None: the op's own check does.
+    plan: work once per step for all layers, timed separately and included in the ratio.
+    check: raises Mismatch if the result is not the op's; None: the op's own check does.
     """
 
     run: Callable[[int], Any]
@@ -69,13 +69,13 @@ class Way:
 class Peer:
     """A way to do any problem of an op.
 
-    when: None, or why this machine cannot run it.
-    like: the peer whose result this one's equals, where that is not the op's.
+    when: returns None, or the reason why this machine cannot run it.
+    like: the peer with an equal result, if not the op.
     is_other_problem: the op itself, on a problem with another result.
-    only_headline: too slow for sweeps, which leave it out unless it is named.
-    compiles: compiled for each shape: on a GPU, and in the headline table, measured only if it is named.
-    synchronises: waits for the device: no CUDA graph can hold it, and on a GPU it is timed with its launches.
-    plans_on_device: `plan` does all of its work there: on a GPU it is timed as `run` is.
+    only_headline: too slow for sweeps unless named.
+    compiles: for each shape; on a GPU, and in the headline table, measured only if named.
+    synchronises: waits for the device: no CUDA graph can hold it, and on a GPU its time includes launches.
+    plans_on_device: on a GPU `plan` is timed as `run` is.
     """
 
     name: str
@@ -90,30 +90,29 @@ class Peer:
 
 
 def peer(name: str, **properties: Any) -> Callable[[Callable[[Any], Way]], Peer]:
-    """Makes a peer of the function that it decorates; properties: fields of Peer."""
+    """properties: fields of Peer."""
     return lambda make: Peer(name, make, **properties)
 
 
 @peer("pagedtree")
 def ours(problem: Any) -> Way:
-    """The op itself, for problems that have it as `op(copy)`."""
+    """For problems with `op(copy)`."""
     return Way(problem.op)
 
 
 @peer("torch ops")
 def torch_ops(problem: Any) -> Way:
-    """What a few lines of eager torch do, for problems that have them as `torch_ops(copy)`."""
+    """For problems with `torch_ops(copy)`."""
     return Way(problem.torch_ops)
 
 
 def result_pairs(ours: Way, theirs: Way) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Both ways' results under a name, one tensor or several."""
     results = (found if isinstance(found, tuple) else (found,) for found in (ours.run(0), theirs.run(0)))
     return zip(("first", "second"), *results, strict=False)
 
 
 def check_equal(problem: Any, ours: Way, theirs: Way) -> None:
-    """The same integers."""
+    """Requires equal integers."""
     for name, a, b in result_pairs(ours, theirs):
         if a.shape != b.shape or not torch.equal(a.long(), b.long()):
             raise Mismatch(f"the {name} result differs")
@@ -127,15 +126,13 @@ def check_close(problem: Any, ours: Way, theirs: Way) -> None:
 
 
 def check_mean_error(name: str, ours: torch.Tensor, theirs: torch.Tensor, limit: float) -> None:
-    """Relates the root mean squares of the error and of the result."""
+    """Bounds the error's root mean square relative to the result's."""
     error = ((theirs - ours).square().mean() / ours.square().mean()).sqrt().item()
     if not error <= limit:
         raise Mismatch(f"the root mean square of the {name}'s error is {error:.3f} of that of the {name}")
 
 
 class Problem:
-    """The inputs of a shape."""
-
     bytes: int
     copies, flops = 1, 0
 
@@ -144,7 +141,7 @@ class Problem:
         self.make()
 
     def make(self) -> None:
-        """Draws the inputs, and sets `bytes`."""
+        """Draws inputs and sets `bytes`."""
         raise NotImplementedError
 
     def generator(self) -> torch.Generator:
@@ -153,16 +150,14 @@ class Problem:
 
 @dataclass(frozen=True)
 class Op:
-    """How one op is measured.
+    """The measurement of one op.
 
-    base: the shape that the sweeps start from; an axis varies one of its keys over further values. threads: 0 for the
-    run's own.
-    headline: more points, of which each says what differs from the base. The base and these are measured beside all
-        peers. quick: a smaller point for a first look.
-    problem: makes the inputs of a shape; equal shapes of neighbouring points may get the same ones.
-    memory: bytes that a point takes, its peers included.
-    check: raises Mismatch where a peer's result is not the op's; takes the problem, the op's way and the peer's.
-    unsupported: why the op itself has no such shape on this device, or None.
+    base: the shape from which sweeps start; an axis varies one of its keys. threads: 0 for the run's own.
+    headline: more points, as differences from the base; these and the base have all peers. quick: a smaller point.
+    problem: makes the inputs of a shape; adjacent points of equal shapes may share them.
+    memory: bytes of a point with its peers.
+    check: raises Mismatch if a peer's result differs; arguments: the problem, the op's way, the peer's.
+    unsupported: reason why the op has no such shape on this device, or None.
     """
 
     name: str
@@ -178,7 +173,6 @@ class Op:
 
     @property
     def inputs(self) -> Any:
-        """Ops for which this is equal take the same inputs for equal shapes."""
         return getattr(self.problem, "inputs", self.problem)
 
 
@@ -191,7 +185,6 @@ class Point:
 
     @property
     def name(self) -> str:
-        """The title, or what differs from the base."""
         if self.title:
             return self.title
         changed = [f"{key} {value}" for key, value in self.shape.items() if self.op.base[key] != value]
@@ -199,7 +192,6 @@ class Point:
 
 
 def points(op: Op, axes: Iterable[str] | None = None, given: dict[str, list[Any]] | None = None) -> list[Point]:
-    """The base, the headline points and the sweeps; of some axes only; or all combinations of the given values."""
     if given is not None:
         shapes = [op.base]
         for key, values in given.items():
@@ -215,11 +207,11 @@ def points(op: Op, axes: Iterable[str] | None = None, given: dict[str, list[Any]
 
 @dataclass
 class Settings:
-    """What is known of a run. bandwidth, flop_rate: the device's bytes and flops per second, measured in this run.
+    """bandwidth, flop_rate: the device's bytes and flops per second, measured in this run.
 
-    cpu_time: seconds are the process's own, on a machine that other programs use; for one thread.
-    peers: names, or parts of them, of those wanted; None: all. without_compiled: leave out those that compile.
-    is_rehearsal: headline rows in small sizes, whose memory nobody wants to know.
+    cpu_time: seconds of the process, for one thread on a machine with other programs.
+    peers: names, or parts of them; None: all. without_compiled: omits peers that compile.
+    is_rehearsal: small headline rows, whose memory does not matter.
     """
 
     device: torch.device
@@ -233,7 +225,7 @@ class Settings:
     is_rehearsal: bool = False
 
     def wants(self, peer: Peer, point: Point) -> str | None:
-        """Why the peer is not asked at this point, or None."""
+        """Returns the reason to omit the peer."""
         if self.peers is not None:
             wanted = any(name.lower() in peer.name.lower() for name in self.peers)
             return None if wanted else "not asked for"
@@ -243,7 +235,6 @@ class Settings:
 
 
 def measured(point: Point, settings: Settings) -> dict[str, Any]:
-    """The row of a point, or the reason where the point does not fit."""
     op, device = point.op, settings.device
     row: dict[str, Any] = {"op": op.name, "point": point.name, "shape": point.shape, "headline": point.is_headline}
     reason = op.unsupported(point.shape, device) or lacking_memory(op.memory(point.shape), device)
@@ -272,7 +263,7 @@ def measured(point: Point, settings: Settings) -> dict[str, Any]:
 
 def lacking_memory(needed: int, device: torch.device) -> str | None:
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what earlier points held is free, too
+        torch.cuda.empty_cache()  # frees earlier points' memory
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory_bytes()
     if needed <= 0.85 * free:
         return None
@@ -280,7 +271,7 @@ def lacking_memory(needed: int, device: torch.device) -> str | None:
 
 
 def prepared(point: Point, problem: Any, settings: Settings) -> tuple[dict[Peer, Way], dict[str, str], dict[str, str]]:
-    """Peers that can run, whose results are the op's; why the others are absent; and those whose results differ."""
+    """Returns peers with the op's results, reasons of absent ones, and mismatches."""
     first, *others = point.op.peers
     ready, absent, wrong = {first: first.make(problem)}, {}, {}
     for peer in others:
@@ -295,7 +286,7 @@ def prepared(point: Point, problem: Any, settings: Settings) -> tuple[dict[Peer,
                 ready[peer] = theirs
             except Mismatch as mismatch:
                 wrong[peer.name] = str(mismatch)
-            except Exception as error:  # one that cannot do this shape is named, not hidden
+            except Exception as error:  # named, not hidden
                 reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
         if reason is not None and reason != "not asked for":
             absent[peer.name] = reason
@@ -303,17 +294,16 @@ def prepared(point: Point, problem: Any, settings: Settings) -> tuple[dict[Peer,
 
 
 def why_eager(peer: Peer, way: Way) -> str | None:
-    """Why a peer is called on a GPU instead of replayed from a graph, or None."""
+    """Returns the reason not to use a graph."""
     if peer.synchronises:
         return "it waits for the device"
-    way.run(0)  # what it does once may wait
+    way.run(0)  # first-time work may wait
     return "torch saw it wait for the device" if waits_for_device(lambda: way.run(0)) else None
 
 
 def timed(
     problem: Any, ready: dict[Peer, Way], settings: Settings, eager: dict[str, str]
 ) -> tuple[dict[str, Timing], dict[str, Timing]]:
-    """Times of the calls, and of the plans of those that have one."""
     runs = {peer.name: lambda i, run=way.run: run(i % problem.copies) for peer, way in ready.items()}
     plans = {peer: lambda i, plan=way.plan: plan() for peer, way in ready.items() if way.plan}
     options = {"budget": settings.seconds, "min_repeats": settings.min_repeats}
@@ -324,7 +314,7 @@ def timed(
         return interleaved(runs, clock=clock, **options), interleaved(planned, **planning) if plans else {}
     timings = interleaved_on_gpu(runs, copies=problem.copies, eager=eager, **options)
     on_device = {peer.name: plan for peer, plan in plans.items() if peer.plans_on_device}
-    # What others plan is work of the host, too: by the clock, until the device is done.
+    # Other plans include work of the host: timed by its clock until the device is done.
     on_host = {
         peer.name: lambda i, plan=plan: (plan(i), torch.cuda.synchronize())
         for peer, plan in plans.items()
@@ -335,7 +325,6 @@ def timed(
 
 
 def figures(problem: Any, timings: dict[str, Timing], plans: dict[str, Timing], settings: Settings) -> dict[str, Any]:
-    """Makes a row's figures: our time, the floor below which no run can be, and the peers' times over ours."""
     (name, ours), *others = timings.items()
     memory, arithmetic = problem.bytes / settings.bandwidth, problem.flops / settings.flop_rate
 
@@ -361,9 +350,9 @@ def figures(problem: Any, timings: dict[str, Timing], plans: dict[str, Timing], 
 
 
 def run_all(chosen: Sequence[Point], settings: Settings, row_limit: float | None = None) -> Iterator[dict[str, Any]]:
-    """One row for each point, with a bar of what is done and how long the rest will take.
+    """Yields a row for each point.
 
-    A point that takes longer than `row_limit` seconds ends the process, as a kernel that hangs cannot be stopped.
+    A point that exceeds `row_limit` seconds ends the process, as a hanging kernel cannot be stopped.
     """
     bar = Progress(len(chosen))
     for point in chosen:
@@ -379,8 +368,7 @@ def run_all(chosen: Sequence[Point], settings: Settings, row_limit: float | None
 
 
 class Progress:
-    """A bar on a terminal; on anything else one line per point. The time left is that of the points so far, on
-    average."""
+    """A bar on a terminal, elsewhere a line per point."""
 
     WIDTH = 24
 

@@ -1,11 +1,11 @@
-"""Verification of draft trees and sampling, beside the chain of torch ops that engines use without a kernel.
+"""Verification of draft trees and sampling, against the chain of torch ops of engines without a kernel.
 
-The chain is temperature, softmax, top-k and top-p with renormalisation and a draw, for the rows that the walk visits,
-one level of all trees at a time; for all rows at once where a rule reads them all. At each level of a path a draft has
-the target's token with probability ACCEPTED, about what a good draft model reaches.
+The chain is temperature, softmax, top-k and top-p with renormalisation and a draw, for the rows of the walk, level by
+level over all trees, or for all rows if a rule reads them. At each level of a path a draft has the target's token with
+probability ACCEPTED, about a good draft model's.
 
-The floor of a point is the time to read once the rows that a rule cannot do without: the logits of the accepted path,
-and for drafts that were drawn their distributions there; the logits of all nodes where a rule reads every row.
+A point's floor is the time to read a rule's necessary rows once: logits of the accepted path, with distributions of
+drawn drafts; or logits of all nodes.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ ACCEPTED = 0.7
 
 @dataclass(frozen=True)
 class Rule:
-    """What is measured: `run` verifies copy i of a problem, `torch_ops` does so by the chain; `check` compares them.
+    """`run` verifies copy i of a problem, `torch_ops` does so by the chain, and `check` compares them.
 
-    variant: how tokens are sampled, or drafts drawn; one op may be measured under several.
+    variant: the sampling, or the law of drafts.
     params: keyword arguments of SamplingParams; None = greedy.
-    predicted: the target's token at each node of copy i, which drafts are to agree with; None: they need not.
-    visits: whether there are rows that need not be read.
+    predicted: the target's token at each node of copy i, for drafts to agree with; None: any drafts.
+    visits: some rows need not be read.
     """
 
     op: str
@@ -51,7 +51,7 @@ class Rule:
 
 
 class Verification:
-    """A rule and the problem it is applied to, which several rules share."""
+    """Several rules share a problem."""
 
     def __init__(self, rule: Rule, problem: Problem) -> None:
         self.rule, self.problem = rule, problem
@@ -73,7 +73,7 @@ class Verification:
 
 
 def acceptance_of(verdict: Verdict, tree: DraftTree) -> dict[str, Any]:
-    """Drafts accepted in all, per sequence, and per visited node that has children; how many nodes these are."""
+    """Returns accepted drafts in all, per sequence and per visited node with children, and the count of these nodes."""
     accepted = int(verdict.num_accepted.sum())
     visited = verdict.accept_index[verdict.accept_index >= 0].cpu()
     judged = int((torch.from_numpy(tree.first_child)[visited.long()] >= 0).sum())
@@ -91,16 +91,16 @@ def torch_way(verification: Verification) -> Way:
     return Way(lambda copy: rule.torch_ops(problem, copy), check=lambda: rule.check(problem))
 
 
-CHAIN = {"only_headline": True, "synchronises": True}  # seconds per call; its walk is on the host
+CHAIN = {"only_headline": True, "synchronises": True}  # seconds per call, as its walk is on the host
 torch_visited, torch_chain = (peer(name, **CHAIN)(torch_way) for name in ("torch, visited rows", "torch chain"))
 
 
 @dataclass
 class Problem:
-    """`copies` sets of logits [B * nodes, V] for B trees of the same shape.
+    """`copies` sets of logits [B * nodes, V] for B equal trees.
 
-    `draft_for` makes drafts[i], those of copy i: ACCEPTED of the nodes that have children have one with the token that
-    the rule's target takes there, mostly one of the first. All other drafts are unlikely.
+    `draft_for` makes drafts[i]: ACCEPTED of the nodes with children have one with the token of the rule's target,
+    mostly one of the first. Other drafts are unlikely.
     """
 
     batch: int
@@ -127,7 +127,7 @@ class Problem:
         self.agrees = agreeing_children([self.tree] * self.batch).to(self.device)
         self.logits, self.drafts, self.unlikely = [], [], []
         for _ in range(self.copies):
-            # Peaked as a language model's: a few tokens hold most of the mass.
+            # Peaked like a language model: a few tokens hold most of the mass.
             logits = torch.randn(rows, self.vocab, generator=generator)
             hot = torch.randint(0, self.vocab, (rows, 40), generator=generator)
             logits.scatter_(1, hot, 14 - torch.arange(40) * 0.25 + torch.zeros(rows, 40))
@@ -139,7 +139,7 @@ class Problem:
         self.positions = torch.zeros(self.batch, dtype=torch.int64)
 
     def _finish(self, logits: Tensor, hot: Tensor) -> None:
-        """May change the logits [N, V] of a copy; hot: int64 [N, 40], each row's likeliest tokens in order."""
+        """May change a copy's logits [N, V]; hot: int64 [N, 40], each row's likeliest tokens in order."""
 
     def draft_for(self, rule: Rule) -> None:
         if rule.predicted is not None:
@@ -162,7 +162,7 @@ class Problem:
 
     @contextmanager
     def sure(self) -> Iterator[None]:
-        """Distributions of one token, which have one outcome, whatever the coins."""
+        """Sets distributions of one token, independent of coins."""
         params, self.params = self.params, {**(self.params or {}), "temperature": 1e-3}
         try:
             yield
@@ -171,7 +171,7 @@ class Problem:
 
 
 def agreeing_children(trees: list[DraftTree]) -> Tensor:
-    """bool [N]: at most one child of a node, with probability ACCEPTED; of two children the former twice as often."""
+    """Returns bool [N]: with probability ACCEPTED one child of a node, earlier siblings twice as often as the next."""
     generator, agrees = torch.Generator("cpu").manual_seed(1), []
     for tree in trees:
         mine = [False] * tree.num_nodes
@@ -196,7 +196,7 @@ def sampled(problem: Problem, i: int) -> Verdict:
 
 
 def sample_rows(problem: Problem, i: int) -> Tensor:
-    """Every row, as an engine without drafts would at this many sequences."""
+    """An engine without drafts samples every row."""
     rows = torch.arange(problem.rows, device=problem.device)
     return pagedtree.sample(problem.logits[i], problem.sampling, seeds=rows, positions=rows)
 
@@ -206,7 +206,7 @@ def best_tokens(problem: Problem, i: int) -> Tensor:
 
 
 def seeded_tokens(problem: Problem, i: int) -> Tensor:
-    """Returns the token that `verify_sampled` takes at each node."""
+    """Returns `verify_sampled`'s tokens."""
     nodes = problem.tree.num_nodes
     depths = torch.from_numpy(problem.tree.depths).to(problem.device).long().repeat(problem.batch)
     seeds, starts = (each.repeat_interleave(nodes) for each in (problem.seeds, problem.positions))
@@ -217,7 +217,7 @@ def seeded_tokens(problem: Problem, i: int) -> Tensor:
 
 
 def torch_distribution(logits: Tensor, params: dict[str, Any]) -> Tensor:
-    """Probabilities [N, V] after temperature, top-k and top-p, renormalised."""
+    """[N, V] after temperature, top-k and top-p."""
     logits = logits.float() / params.get("temperature", 1.0)
     top_k, top_p = params.get("top_k", 0), params.get("top_p", 1.0)
     if top_k:
@@ -246,7 +246,7 @@ Judge = Callable[[Any, int, int, list[int], list[int]], tuple[int | None, int]]
 
 
 def torch_walk(problem: Problem, i: int, values: Callable[[list[int]], Iterable[Any]], judge: Judge) -> Outcome:
-    """The accepted path and its tokens, on the host; goes through one level of all trees at a time."""
+    """Walks level by level on the host."""
     n, children = problem.tree.num_nodes, children_of(problem.tree)
     drafts = problem.drafts[i].view(-1, n).tolist()
     paths: list[list[int]] = [[0] for _ in range(problem.batch)]
@@ -266,7 +266,6 @@ def torch_walk(problem: Problem, i: int, values: Callable[[list[int]], Iterable[
 
 
 def torch_predicted(problem: Problem, i: int, predict: Callable[[Tensor], Tensor]) -> Outcome:
-    """Follows the child that drafted the predicted token."""
 
     def judge(token: int, b: int, node: int, children: list[int], drafts: list[int]) -> tuple[int | None, int]:
         return next((child for child in children if drafts[child] == token), None), token
@@ -307,7 +306,7 @@ def check_greedy(problem: Problem) -> None:
 
 
 def check_sampled(problem: Problem) -> None:
-    """Random only in its draws: one outcome where a distribution has one token."""
+    """Distributions of one token have one outcome; others are compared by frequency."""
     with problem.sure():
         check_outcome(sampled(problem, 0), torch_sampled(problem, 0))
     check_distribution(problem)
@@ -329,7 +328,7 @@ def own_draws(problem: Problem) -> Callable[[Tensor, int], Tensor]:
 def check_distribution(
     problem: Problem, draw: Callable[[Tensor, int], Tensor] | None = None, whose: str = "our"
 ) -> None:
-    """Draws of one row are what the torch chain's distribution allows, as often as it says.
+    """Compares one row's draws with the torch chain's distribution.
 
     draw(logits, row): a token for each row of logits; default ours.
     """
@@ -399,7 +398,7 @@ def problem_maker(op: str, rules: list[Rule], kind: type[Problem]) -> Callable[[
 
 
 def memory_of(shape: Shape) -> int:
-    """The logits as they are drawn, in fp32, their copies, the drafts' distributions, what the chain makes."""
+    """Counts fp32 logits, their copies, draft distributions, and the chain's tensors."""
     return 36 * shape["batch"] * nodes_of(shape["tree"]) * shape["vocab"]
 
 

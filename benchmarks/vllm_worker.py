@@ -1,9 +1,9 @@
-"""One engine of vLLM in a process of its own, for real_peers.py.
+"""One vLLM engine in a separate process, for real_peers.py.
 
 build/engines-vllm/bin/python benchmarks/vllm_worker.py '{"model": FOLDER, "dtype": "bfloat16", ...}'
 
-The argument has the options of `LLM`. A line of standard input has prompts as tokens and how many new tokens each gets
-at most; the answer to it, on standard output, has the new tokens.
+The argument has options of `LLM`. An input line has prompts as tokens and their most new tokens; the output line has
+the new tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 import sys
 
-# Whatever else is written to standard output goes to standard error.
+# Other output goes to standard error.
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 os.environ.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR")
@@ -24,7 +24,7 @@ if "pagedtree." in sys.argv[1]:
 def main() -> None:
     from vllm import LLM, SamplingParams
 
-    # Without prefix caching: else the engine would know the prompts from batches of another size.
+    # Otherwise prefix caching would know prompts from batches of another size.
     llm = LLM(**{"max_model_len": 2048, "enable_prefix_caching": False} | json.loads(sys.argv[1]))
     for line in sys.stdin:
         asked = json.loads(line)

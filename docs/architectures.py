@@ -1,6 +1,6 @@
-"""The list of architectures in transformers.md, from architectures.json, which the tests compare with each run.
+"""The list of architectures in transformers.md, from architectures.json, which tests compare with each run.
 
-python tests/architecture_case.py writes architectures.json anew (some minutes).
+python tests/architecture_case.py writes architectures.json (some minutes).
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ import re
 from pathlib import Path
 
 KEPT = Path(__file__).with_name("architectures.json")
-# What a refusal says, and what that means to a reader.
+# Patterns of refusals, and their meaning for a reader.
 REASONS = {
     r"use transformers' attention interface": "The attention is the model's own code, not transformers' interface",
     r"decoder of full or sliding attention layers, got (.*)": "Layers of other kinds (chunked, sparse) or an encoder",
     r"expected recurrent layers among": "Recurrent layers of other kinds than gated delta rules, Mamba-2 and short"
-    " convolutions, or beside attention that layers share",
+    " convolutions, or with attention that layers share",
     r"forward that takes position_ids": "No positions can be given: it counts them itself, or has none",
     r"expected latent attention of": "Latent attention of other sizes than 512 and 64 values a token",
     r"expected a head_dim in .*": "Head dimensions that attention does not have",
     r"each layer to run once in a pass": "A layer attends more than once in a pass",
-    r"hand the attention_mask": "A layer adds a bias of its own to the mask",
+    r"hand the attention_mask": "A layer adds a bias to the mask",
     r"asks for another mask": "The mask is neither causal nor a sliding window",
     r"masks of the config's sliding_window": "Its masks have no window, but its cache in transformers has",
 }
 
 
 def listed() -> str:
-    """Markdown: which model types are served, which are refused and why, which were not built."""
+    """Returns a Markdown table of served, refused (with reasons) and untried model types."""
     outcomes = json.loads(KEPT.read_text(encoding="utf-8"))["outcomes"]
     served = [name for name, outcome in outcomes.items() if outcome == "same"]
     rows = [("The same text", served)]

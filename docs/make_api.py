@@ -14,7 +14,7 @@ import pagedtree
 
 DOCS = Path(__file__).resolve().parent
 
-# Sections of the page: title, module whose __all__ is listed. The package itself comes first and is split by module.
+# Sections of the page: title, module with __all__. The package comes first, split by module.
 EXTRA_MODULES = {
     "Grammars": "pagedtree.grammars",
     "Tensor parallel": "pagedtree.distributed",
@@ -24,9 +24,9 @@ EXTRA_MODULES = {
     "FlashInfer": "pagedtree.integrations.flashinfer",
     "FlashAttention": "pagedtree.integrations.flash_attn",
 }
-# Sections whose functions are the engine's, by its names.
+# Sections with the engine's function names.
 ENGINES = ("SGLang", "FlashInfer", "FlashAttention")
-# Order and titles of the package's own modules; one that is missing here is listed under its own name.
+# Order and titles of the package's modules; others have their own name.
 TITLES = {
     "tree": "Trees",
     "drafting": "Drafting",
@@ -45,7 +45,7 @@ TITLES = {
 
 
 def sections() -> dict[str, list[tuple[str, Any]]]:
-    """The public names by section: those of pagedtree.__all__ by the module that defines them, then EXTRA_MODULES."""
+    """Returns public names by section: pagedtree.__all__ by defining module, then EXTRA_MODULES."""
     out: dict[str, list[tuple[str, Any]]] = {title: [] for title in TITLES.values()}
     for name in sorted(pagedtree.__all__):
         thing = getattr(pagedtree, name)
@@ -60,7 +60,7 @@ def sections() -> dict[str, list[tuple[str, Any]]]:
 
 
 def names() -> str:
-    """Each public name, linked to its file, and the first clause of its docstring; of engines' functions the name."""
+    """Lists public names with links and the first clause of their docstrings; engines' functions by name alone."""
     out: list[str] = []
     for title, entries in sections().items():
         out += ["", f"## {title}", ""]

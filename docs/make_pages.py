@@ -1,4 +1,4 @@
-"""Writes the tables and lists of README.md and docs/: results (benchmarks/results/), public names, architectures."""
+"""Writes tables and lists of README.md and docs/: results (benchmarks/results/), public names, architectures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def kept(name: str, render: Callable[[Result, str], str]) -> Callable[[], str]:
     return lambda: render(load(name), name)
 
 
-# Page -> its markers -> what stands there.
+# Page -> its markers -> their content.
 PAGES = {
     DOCS / "performance.md": {
         "summary": summary.measured,

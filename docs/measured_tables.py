@@ -1,7 +1,4 @@
-"""The tables of performance.md that show what was measured: from each result the rows that decide.
-
-Each function takes a result and the name of its file, and gives Markdown.
-"""
+"""The tables of measurements in performance.md; each function maps a result and its file's name to Markdown."""
 
 from __future__ import annotations
 
@@ -12,9 +9,9 @@ from tables import Result, Row, Show, fastest_other, field, listing, machine_lin
 
 
 def family(*prefixes: str, points: tuple[str, ...] = (), plot: str = "", run: str = "") -> Callable[[Result, str], str]:
-    """The headline points, or of these the named ones, of the ops of bench_ops.py whose names begin with a prefix.
+    """Shows headline points, or the named ones, of bench_ops.py's ops with such a prefix.
 
-    run: in place of the line about the machine.
+    run: replaces the line about the machine.
     """
 
     def render(result: Result, name: str) -> str:
@@ -32,7 +29,6 @@ def family(*prefixes: str, points: tuple[str, ...] = (), plot: str = "", run: st
 
 
 def points_table(rows: list[Row]) -> str:
-    """Each kind of name, op or point, has a column where the rows differ in it."""
     columns: dict[str, Show] = {"op": op_name} if len({row["op"] for row in rows}) > 1 else {}
     if any(row["point"] != "base" for row in rows):
         columns["point"] = field("point")
@@ -43,7 +39,7 @@ def points_table(rows: list[Row]) -> str:
 
 
 def ratio_text(row: Row, peer: str) -> str:
-    """A peer's time over ours; then "/" and the ratio with what each plans once per step, where that differs."""
+    """Returns a peer's time over ours; after "/" the ratio with planning once per step, if different."""
     if peer not in row["ratio"]:
         return ""
     alone = f"{row['ratio'][peer]:.2f}"
@@ -52,15 +48,15 @@ def ratio_text(row: Row, peer: str) -> str:
 
 
 def remarks(rows: list[Row]) -> str:
-    """Lists what the sweeps add to the table: each op's worst points, and where a peer is faster."""
-    # Another number of threads has another floor.
+    """Lists each op's worst points, and points where a peer is faster."""
+    # Other numbers of threads have another floor.
     bounded = [row for row in rows if not row["shape"].get("threads")]
     bounded.sort(key=lambda row: row["floor_ms"] / row["ms"])
-    ops = list(dict.fromkeys(row["op"] for row in rows))
-    worst = [row for op in ops for row in [row for row in bounded if row["op"] == op][: 3 // len(ops) or 1]]
-    points = "; ".join(f"{op_name(row)}, {row['point']} ({over_floor(row)})" for row in worst)
-    if len(ops) == 1:
-        points = points.replace(f"`{ops[0]}`, ", "")
+    of_ops = {row["op"]: row for row in reversed(bounded)}  # each op's worst row
+    worst = bounded if len(of_ops) == 1 else [row for row in bounded if row is of_ops[row["op"]]]
+    points = "; ".join(f"{op_name(row)}, {row['point']} ({over_floor(row)})" for row in worst[:3])
+    if len(of_ops) == 1:
+        points = points.replace(f"{op_name(rows[0])}, ", "")
     behind = [
         f"{op_name(row)}, {row['point']}: {ratio:.2f} x {peer}"
         for row in rows
@@ -71,7 +67,7 @@ def remarks(rows: list[Row]) -> str:
     return f"Furthest from the floor of {len(rows)} points: {points}. {faster}"
 
 
-# Of the kept rows those that the page shows; the JSON has all.
+# The page's rows; the JSON has all.
 ON_GPU = re.compile(
     r"R \d+, (256 MB|1 GB|fp8)|B 1, L [18]k, T 1|B 1, L (8k, T 16|32k, T 64)|B 8, L 2k, T 16?|B 32, L 8k, T 64|eight.*"
     r"|ragged.*|head dim .*|one KV.*|latent, (R.*|B 1.*)|(compact|expand|verify).*, B 32|(ngram|recurrent).*, B 8"
@@ -79,7 +75,7 @@ ON_GPU = re.compile(
 )
 
 
-# README's, as users of an engine say it.
+# README's rows, in words of an engine's user.
 FIRST_ON_GPU = {
     "B 1, L 8k, T 16": "1 sequence of 8k keys, tree of 16",
     "B 1, L 32k, T 64": "1 sequence of 32k keys, tree of 64",
@@ -91,11 +87,11 @@ FIRST_ON_GPU = {
 
 
 def against(name: str) -> Show:
-    return lambda row: next((f"{ratio:.2f} x" for peer, ratio in row["ratio"].items() if name in peer), "")
+    return lambda row: next((f"{ratio:.2f}" for peer, ratio in row["ratio"].items() if name in peer), "")
 
 
 def gpu_table(rows: Iterable[Row], point: Show, **more: Show) -> str:
-    """Rows of headline.py: the time, and over it the fastest peer's and FlashInfer's with a tree mask."""
+    """Shows rows of headline.py: the time, and the ratios of the fastest peer and of FlashInfer with a tree mask."""
 
     def of_fastest(row: Row) -> str:
         ratio, peer = fastest_other(row)

@@ -1,6 +1,6 @@
-"""What bench_real.py measured of SmolLM2-135M-Instruct, as tables of Markdown.
+"""bench_real.py's measurements of SmolLM2-135M-Instruct, as Markdown tables.
 
-Rows of the kind "all" are over the prompts of all kinds. Each figure is a median between the bounds of its interval.
+Rows of the kind "all" cover all prompts. Each figure is a median between the bounds of its interval.
 """
 
 from __future__ import annotations
@@ -18,24 +18,22 @@ def rows_of(result: Result, dtype: str = RATES) -> list[Row]:
 
 
 def ways(result: Result, name: str) -> str:
-    """Ways in rows, numbers of sequences in columns."""
+    """Shows ways in rows, numbers of sequences in columns."""
+    return "\n\n".join([machine_line(result["machine"], name), by_kind(rows_of(result))])
+
+
+def gains(result: Result, name: str) -> str:
+    """Shows ways, chosen trees against the best fixed ones, vLLM with drafts against vLLM without, and equal texts."""
     machine, rows = result["machine"], rows_of(result)
     versions = ", ".join(f"{package} {version}" for package, version in machine["versions"].items() if version)
     count = max(int(row["texts_equal"].split("/")[1]) for row in rows if row["kind"] in KINDS)
     note = (
-        f" {count} prompts of each kind, at most {machine['max_new_tokens']} new tokens. {versions}. Plain decoding in"
+        f"{count} prompts of each kind, at most {machine['max_new_tokens']} new tokens. {versions}. Plain decoding in"
         f" tokens per second of all sequences, others over plain decoding in the same turn: {'/'.join(KINDS)}."
     )
-    return "\n\n".join([machine_line(machine, name) + note, by_kind(rows)])
-
-
-def gains(result: Result, name: str) -> str:
-    """Ways; then chosen trees against the best fixed ones, vLLM with drafts against vLLM without, and the number of
-    texts that equal plain decoding's.
-    """
-    parts, rows = [ways(result, name)], rows_of(result)
+    parts = [note, ways(result, name)]
     for figure, corner in (
-        ("over_best", "over the best of its own chains and trees, and plain"),
+        ("over_best", "over the best of fixed chains and trees, and plain"),
         ("over_stock", "over vLLM without drafts"),
     ):
         compared = [row for row in rows if figure in row and (figure == "over_best" or row["way"].startswith("vLLM"))]
@@ -45,7 +43,7 @@ def gains(result: Result, name: str) -> str:
 
 
 def by_kind(rows: list[Row]) -> str:
-    """The medians of each kind in one cell."""
+    """A cell has the medians of all kinds."""
     found: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
         found.setdefault((row["way"], column(row)), {})[row["kind"]] = row
@@ -73,7 +71,7 @@ def column(row: Row) -> str:
 
 
 def texts(result: Result) -> str:
-    """Counts the answers that equal plain decoding's, by dtype, and bounds the ties of the others."""
+    """Counts answers equal to plain decoding's by dtype, and bounds the ties of the others."""
     parts = []
     for dtype in dict.fromkeys(row["dtype"] for row in result["rows"]):
         rows = [row for row in rows_of(result, dtype) if row["kind"] != "all" and row["way"] != "plain"]
@@ -85,9 +83,9 @@ def texts(result: Result) -> str:
 
 
 def at_once(*shown: tuple[str, str]) -> Callable[[Result, str], str]:
-    """A short table for a first look: tokens per second and the gain, of each kind alone and of 8 sequences at once.
+    """Shows tokens per second and the gain, of each kind alone and of 8 sequences at once.
 
-    shown: ways and what they are called.
+    shown: ways and their titles.
     """
 
     def render(result: Result, name: str) -> str:
@@ -108,7 +106,7 @@ def rate_and_gain(row: Row) -> str:
 
 
 def accepted(*shown: tuple[str, str]) -> Callable[[Result, str], str]:
-    """Accepted drafts of a tree for one sequence, by kind."""
+    """Shows accepted drafts of a tree for one sequence, by kind."""
     titles = dict(shown)
 
     def render(result: Result, name: str) -> str:

@@ -10,7 +10,7 @@ from tables import Result, Row, fastest_other, field, listing, load, over_floor
 COLUMNS = ("measured", "ours", "vs fastest peer", "floor / time")
 Line = tuple[str, str, str, str]  # of these columns
 
-# What, the file, the op, the point.
+# Title, file, op, point.
 OPS = [
     ("attention over trees", "ops_avx512", "tree_attention", "base"),
     ("attention of single tokens", "ops_avx512", "tree_attention", "batch 8, length 2048, tree chain 1"),
@@ -20,8 +20,6 @@ OPS = [
     ("verification, greedy", "ops_avx512", "verify_greedy", "base"),
     ("verification, sampled", "ops_avx512", "verify_sampled", "base"),
     ("verification, rejection", "ops_avx512", "verify_rejection", "tree chain 32"),
-    ("best drafts of a model", "ops_avx512", "expand_tree", "base"),
-    ("accepted keys and values moved", "ops_avx512", "compact_kv", "base"),
 ]
 
 
@@ -45,7 +43,7 @@ def is_our_way(way: str) -> bool:
 
 
 def real_lines(result: Result) -> Iterator[Line]:
-    """Whole generations of the real model, over all its prompts: plain decoding, then the fastest way of all."""
+    """Yields generations of the real model over all prompts: plain decoding, then the fastest way."""
     for batch in (1, 16):
         rows = [row for row in rows_of(result) if (row["kind"], row["sequences"]) == ("all", batch)]
         own = [row for row in rows if is_our_way(row["way"])]

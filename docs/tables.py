@@ -1,4 +1,4 @@
-"""Shared by the tables of performance.md: the folder of results, and the form of a table and its conditions."""
+"""Results, and the form of performance.md's tables and their conditions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Show = Callable[[Row], str]
 
 
 def load(name: str, results: Path = RESULTS) -> Result:
-    """Loads what was kept under this name. Raises ValueError for a rehearsal."""
+    """Loads a result; raises ValueError for a rehearsal."""
     result = json.loads((results / f"{name}.json").read_text())
     if result.get("benchmark") == "rehearsal":
         raise ValueError(f"{name}: a rehearsal measures nothing")
@@ -24,14 +24,13 @@ def load(name: str, results: Path = RESULTS) -> Result:
 
 
 def listing(rows: Iterable[Row], columns: dict[str, Show]) -> str:
-    """One line for each row, one column for each function of it."""
-    header = [[*columns], ["---", *["---:"] * (len(columns) - 1)]]
-    lines = [*header, *([show(row) for show in columns.values()] for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    lines = [[*columns], *([show(row) for show in columns.values()] for row in rows)]
+    title, *rest = ["| " + " | ".join(line) + " |" for line in lines]
+    return "\n".join([title, "|---" + "|--:" * (len(columns) - 1) + "|", *rest])
 
 
 def pivot(corner: str, rows: Iterable[Row], line: Show, column: Show, cell: Show) -> str:
-    """Lines and columns in the order in which the rows have them; empty where no row is."""
+    """Keeps the rows' order in lines and columns; missing cells are empty."""
     found: dict[str, dict[str, str]] = {}
     columns: dict[str, None] = {}
     for row in rows:
@@ -65,15 +64,14 @@ def machine_line(machine: dict[str, Any], name: str) -> str:
 
 
 def others(row: Row) -> dict[str, float]:
-    """The ratios of the peers, without those of the op itself in another mode."""
+    """Returns ratios of peers, without other modes of the op."""
     return {peer: ratio for peer, ratio in row["ratio"].items() if not peer.startswith("pagedtree")}
 
 
 def fastest_other(row: Row) -> tuple[float, str]:
-    """The smallest ratio and whose it is; 0 and "" where there is no peer."""
+    """Returns the smallest ratio and its peer; 0 and "" without peers."""
     return min(((ratio, peer) for peer, ratio in others(row).items()), default=(0.0, ""))
 
 
 def over_floor(row: Row) -> str:
-    """The floor's time over the op's."""
     return f"{row['floor_ms'] / row['ms']:.2f}"

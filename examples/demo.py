@@ -2,13 +2,13 @@
 
     python examples/demo.py [--device cuda] [--dtype float32] [--prompts 2] [--max-new-tokens 96] [--json PATH]
 
-The model is SmolLM2-135M-Instruct. First one chat prompt is answered twice, without drafts and with n-gram trees, and
-the tokens per second are shown while it runs. The table then has three kinds of text, with the median over a few
-prompts of each: edits repeat what they were given, summaries quote from it, stories repeat nothing. All is greedy. In
-float32 a text that is not plain decoding's is an error (exit code 1); in half precision, where a pass over more tokens
-rounds in another way, the first one is shown with the margin between the two most likely tokens there.
+The model, SmolLM2-135M-Instruct, first answers one chat prompt without drafts and with n-gram trees. The table then has
+the median over a few prompts of each kind of text: edits repeat the given file, summaries quote from a text, stories
+repeat nothing. All is greedy. In float32 a text other than plain decoding's is an error (exit code 1); in half
+precision, which rounds differently in passes over more tokens, the first difference is shown with the margin of the two
+likeliest tokens.
 
-Where the model cannot be had, examples/toy.py shows the small models of this folder.
+Without this model, examples/toy.py shows the small models of this folder.
 """
 
 from __future__ import annotations
@@ -33,13 +33,10 @@ from torch import Tensor
 from pagedtree.integrations.transformers import generate, packed_weights
 from pagedtree.integrations.transformers.cli import is_fast
 
-# Behind the name of a kind: what its prompts ask for.
 ASKED = {"edits": "a file, changed", "summaries": "a text, quoted", "stories": "nothing is given"}
 
 
 class Demo:
-    """The model, its tokenizer, and the ways in which it is asked."""
-
     def __init__(self, args: argparse.Namespace, dtype: torch.dtype) -> None:
         self.args, self.dtype = args, dtype
         self.model, self.tokenizer = real_model.load(dtype, args.device)
@@ -54,7 +51,7 @@ class Demo:
         return torch.tensor(chat_ids(self.tokenizer, prompt.text), device=self.args.device)
 
     def differs(self, plain: Tensor, drafted: Tensor, where: str) -> bool:
-        """Tells whether two texts of the same prompt differ; prints where."""
+        """Returns True if two texts of a prompt differ, and prints where."""
         if torch.equal(plain, drafted):
             return False
         print(f"  {where}: first difference: {first_difference([plain], [drafted], self.model)}")
@@ -62,7 +59,6 @@ class Demo:
         return True
 
     def live(self) -> None:
-        """One prompt, plainly and with n-gram trees."""
         prompt = next(each for each in held_out() if each.name == DEMO)
         ids = self.ids(prompt)
         print(f"\none sequence, a prompt of {len(ids)} tokens:")
@@ -74,7 +70,7 @@ class Demo:
         print(textwrap.indent(shortened(self.decode(drafted[len(ids) :].tolist())), "    | "), flush=True)
 
     def table(self) -> list[dict[str, Any]]:
-        """A row for each kind and drafter, printed when all of a kind are there."""
+        """Returns a row for each kind and drafter, and prints each kind when it is complete."""
         names, rows = list(self.drafters), []
         print(
             f"\nthree kinds of text, the median over {self.args.prompts} prompts of each, one after the other, at most"
@@ -116,7 +112,6 @@ class Demo:
 
 
 def shortened(text: str, lines: int = 14) -> str:
-    """The text's first and last lines."""
     every = text.strip().splitlines()
     if len(every) <= lines:
         return "\n".join(every)
@@ -150,7 +145,7 @@ def main() -> int:
     print(f"{real_model.NAME}: {size:.0f} million parameters, {name}, {args.device}{threads}")
     heads = [network for make in demo.drafters.values() for network in getattr(make(), "networks", ())]
     with packed_weights(demo.model, *heads):
-        generate(demo.model, [[1, 2, 3]], max_new_tokens=2)  # what is done once
+        generate(demo.model, [[1, 2, 3]], max_new_tokens=2)  # warm-up
         demo.live()
         rows = demo.table()
     if args.json:

@@ -1,8 +1,8 @@
 """JetSpec's decoding loop on pagedtree, for batches, greedy and sampled: python examples/jetspec_loop.py
 
-The model stack and the drafters are JetSpec's; trees, slots, attention, verification, commit and compaction are
-pagedtree's, on the device. The host reads one small tensor a round. Needs JetSpec on the PYTHONPATH. Prints how many
-greedy texts equal JetSpec's, and how many sampled ones those without drafts.
+JetSpec, on the PYTHONPATH, has the model stack and the drafters; pagedtree has trees, slots, attention, verification,
+commit and compaction, on the device. The host reads one small tensor a round. Prints the number of greedy texts equal
+to JetSpec's, and of sampled texts equal to plain sampling.
 """
 
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ class Loop:
         ]
 
     def logits(self, tokens, table, positions, seq_lens, cu, slots, mask=None):
-        """Returns the logits [T, V] of a pass over tokens [T] of all sequences."""
+        """Returns logits [T, V] of a pass over tokens [T] of all sequences."""
         longest, layers = -(-len(tokens) // len(seq_lens)), len(self.pools[0])
         plan = pt.attention_plan(seq_lens, cu, **self.heads, page_size=self.page_size, max_seqlen_q=longest)
         attend = pt.PreparedAttention(table, seq_lens, cu, mask, max_seqlen_q=longest, plan=plan)
@@ -44,7 +44,7 @@ class Loop:
         return self.stack._stack(tokens[None], cos, sin, *self.pools, tables, cu, seq_lens, mask, *places)[0]
 
     def prefill(self, tokens, table):
-        """Reads all tokens but the last one, the root of the first tree."""
+        """Reads all tokens but the last, the root of the first tree."""
         length = len(tokens) - 1
         seq_lens, cu = torch.tensor([length], dtype=torch.int32), torch.tensor([0, length], dtype=torch.int32)
         slots = pt.slot_mapping(table, seq_lens, cu, self.page_size, total_q=length)
@@ -63,7 +63,7 @@ class Loop:
         while live:
             rows, table = torch.tensor(live), self.cache.page_table(live)
             start = lengths[rows] - 1
-            known = [history[b : b + 1, : int(lengths[b])] for b in live]  # JetSpec's drafters take one text
+            known = [history[b : b + 1, : int(lengths[b])] for b in live]  # JetSpec's drafters read one text
             best = torch.cat([drafter.propose_logits(text, depth) for text in known]).log_softmax(-1).topk(width)
             roots = history[rows].gather(1, start[:, None].long())[:, 0]
             tokens, trees = pt.best_first_tree(best.values.float(), best.indices, roots, budget)

@@ -2,8 +2,8 @@
 
 python examples/lightllm_pool.py
 
-A layer's kv_buffer is [slots, K heads + V heads, dim]; req_to_token_indexs [requests, max_len] tells the slot of each
-position of a request. So the pool is a paged cache of page size 1, whose page table are rows of that index.
+A layer's kv_buffer is [slots, K heads + V heads, dim]; req_to_token_indexs [requests, max_len] has the slot of each
+position. So the pool is a paged cache of page size 1, and rows of that index are its page table.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from pagedtree.integrations.indices import rows_of
 
 
 def cache_views(kv_buffer: Tensor, num_k_heads: int) -> tuple[Tensor, Tensor]:
-    """K and V [slots, 1, heads, dim] of a layer's buffer; views."""
+    """Returns K and V [slots, 1, heads, dim] as views of a layer's buffer."""
     k_cache, v_cache = kv_buffer.unsqueeze(1).tensor_split((num_k_heads,), 2)
     return k_cache, v_cache
 
 
 def page_table(req_to_token_indexs: Tensor, b_req_idx: Tensor, max_len: int) -> Tensor:
-    """int32 [B, max_len]: the slots of the batch's requests; -1 where there is no request."""
+    """Returns int32 [B, max_len]: the requests' slots; -1 without a request."""
     return rows_of(req_to_token_indexs[:, :max_len], b_req_idx).int()
 
 
 def main() -> None:
-    """One layer of one step: a tree and a chain are appended, attended to, and the path of the tree is kept."""
+    """Appends a tree and a chain, attends in one layer, and commits the tree's path."""
     torch.manual_seed(0)
     heads, kv_heads, dim, slots = 8, 2, 64, 200
     kv_buffer = torch.randn(slots, 2 * kv_heads, dim)

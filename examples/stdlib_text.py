@@ -1,4 +1,4 @@
-"""Text that comes with every Python: the source of its standard library, ten files of which no model is trained on."""
+"""Text of every Python: its standard library's source, ten files of which are in no training data."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def read(path: Path) -> str:
 
 
 def prompts(n: int, min_chars: int = 200, max_chars: int = 600, seed: int = 0) -> list[str]:
-    """`n` pieces of held-out source, each made of whole lines and `min_chars` to `max_chars` long.
+    """Returns `n` pieces of held-out source of whole lines, `min_chars` to `max_chars` long.
 
-    The lengths differ, as those of requests in a batch do. A prompt ends before its last newline: the tokenizer
-    joins a newline with the indentation after it, and that token is for the model to predict.
+    Lengths differ, as in a batch of requests. A prompt ends before its last newline: the tokenizer joins a newline with
+    the indentation after it, and the model should predict that token.
     """
     rng = random.Random(seed)
     # Python 3.14 made a package of string.py.

@@ -1,13 +1,12 @@
-"""The toy's target over four processes, its draft model on one of them and on two: the text of a single process.
+"""The toy's target over four processes, its draft model on one or two of them: the text of a single process.
 
     python examples/tensor_parallel.py [--ranks 4] [--draft-ranks 1 2] [--prompts 2] [--max-new-tokens 16] [--json PATH]
 
-Each process holds its part of the target (transformers' tensor-parallel plan) and its columns of the logits, which no
-process ever gathers: `pagedtree.distributed` verifies them where they are. The table has a row for each size of the
-draft model's group, greedy and sampled: whether the text is that of one process, accepted draft tokens per step,
-milliseconds of drafting per proposed token, and the bytes that a process sent to verify beside those that gathering the
-logits would have taken. Exit code 1 if a text differs. "rejection" follows the distribution of plain sampling; its text
-is compared with that of one process, too, and may part from it where a coin is within rounding.
+Each process has a part of the target (transformers' tensor-parallel plan) and its columns of the logits, which
+`pagedtree.distributed` verifies without gathering them. The table has equality with one process's text, accepted draft
+tokens per step, milliseconds of drafting per token, and bytes sent in verification against bytes to gather the logits.
+Exit code 1 if a text differs. "rejection" follows the distribution of plain sampling; its text may differ where a coin
+is within rounding.
 """
 
 from __future__ import annotations
@@ -42,8 +41,6 @@ PRELOADED = ["transformers.models.llama.modeling_llama", "pagedtree.distributed"
 
 @dataclass
 class Row:
-    """One run of the group."""
-
     rule: str
     draft_ranks: int
     identical: bool
@@ -58,7 +55,7 @@ def load(name: str) -> Any:
 
 
 def make_drafter(rule: str, group: dist.ProcessGroup | None = None) -> Drafter:
-    """The draft model, over the ranks of `group`."""
+    """The draft model is split over `group`."""
     model = load("draft")
     if group is not None:
         tensor_parallel(model, group=group, gather_logits=True)
@@ -68,7 +65,7 @@ def make_drafter(rule: str, group: dist.ProcessGroup | None = None) -> Drafter:
 
 
 def run(args: argparse.Namespace, prompts: list[list[int]], target: Any, rule: str, **options: Any) -> tuple[Any, Any]:
-    # Chosen trees depend on what steps cost, and under "rejection" the text depends on the trees.
+    # Chosen trees depend on measured costs, and "rejection" texts depend on trees.
     options |= {"max_new_tokens": args.max_new_tokens, "eos_token_id": [], "tree": None}
     return generate(target, prompts, params=RULES[rule], rule=rule, **options)
 
@@ -112,7 +109,7 @@ def run_group(
 
 
 def compare(args: argparse.Namespace, prompts: list[list[int]], folder: str) -> list[Row]:
-    """The ranks' rows, each text compared with that of this process alone."""
+    """Returns the ranks' rows, with texts compared to this process alone."""
     logging.disable_progress_bar()
     target = load("target")
     alone = {}
@@ -153,7 +150,7 @@ def main() -> int:
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINTS / "target")
     prompts = [tokenizer(text)["input_ids"] for text in stdlib_prompts(args.prompts)]
     with tempfile.TemporaryDirectory() as folder:
-        # Forked from a process that has imported these once.
+        # Ranks fork from a process that has imported these once.
         mp.get_context("forkserver").set_forkserver_preload(PRELOADED)
         start: Callable[..., Any] = mp.start_processes
         start(run_rank, args=(args, prompts, folder), nprocs=args.ranks, start_method="forkserver")

@@ -1,9 +1,9 @@
-"""Draft trees as TensorRT-LLM has them, as pagedtree's: choices, paths and packed masks.
+"""TensorRT-LLM's draft trees as pagedtree's: choices, paths and packed masks.
 
 python examples/tensorrt_llm_trees.py
 
-TensorRT-LLM's packed masks have the bits of `tree_attention`'s: bit j % 32 of word j // 32 of a row says that the row's
-node sees node j. They differ in being padded to the same number of rows for each sequence.
+Packed masks have the bits of `tree_attention`'s: bit j % 32 of word j // 32 of a row is set if the row's node sees
+node j. But sequences are padded to the same number of rows.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from pagedtree.tree import MAX_NODES
 
 
 def tree_from_choices(choices: Iterable[Sequence[int]]) -> DraftTree:
-    """The tree of medusa_choices or eagle_choices: paths of child ranks, of all nodes or of the leaves alone.
+    """Makes the tree of medusa_choices or eagle_choices: paths of child ranks, of all nodes or the leaves alone.
 
-    Nodes are ordered by (depth, path), as TensorRT-LLM orders them.
+    Nodes are ordered by (depth, path), as in TensorRT-LLM.
     """
     paths = {tuple(path[:depth]) for path in choices for depth in range(1, len(path) + 1)}
     return DraftTree.from_paths(sorted(paths))
 
 
 def trees_from_paths(paths: Tensor) -> TreeBatch:
-    """The trees of paths of node indices, int [B, paths, S]: from the root, 0, to a leaf, then -1 (medusa_paths)."""
+    """Makes trees of node paths, int [B, paths, S]: from the root, 0, to a leaf, then -1 (medusa_paths)."""
     batch = paths.shape[0]
     sizes = paths.flatten(1).amax(1) + 1
     nodes = int(sizes.max()) if batch else 1
@@ -40,7 +40,7 @@ def trees_from_paths(paths: Tensor) -> TreeBatch:
 
 
 def trees_from_packed_mask(packed_mask: Tensor, generation_lengths: Tensor) -> TreeBatch:
-    """The trees of packed masks, int32 [B, max_tokens, W]: a node's parent is the last other node that it sees."""
+    """Makes trees of packed masks, int32 [B, max_tokens, W]: a node's parent is the last other node that it sees."""
     tokens = packed_mask.shape[1]
     seen = unpacked(packed_mask, min(tokens, 32 * packed_mask.shape[2])).tril(-1)
     numbers = torch.arange(1, seen.shape[2] + 1, dtype=torch.int32, device=seen.device)
@@ -48,14 +48,14 @@ def trees_from_packed_mask(packed_mask: Tensor, generation_lengths: Tensor) -> T
 
 
 def flat_mask(packed_mask: Tensor, generation_lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """(tree_mask int32 [T, W], cu_seqlens_q int32 [B + 1]) of packed masks [B, max_tokens, W]: the padding dropped."""
+    """Returns (tree_mask int32 [T, W], cu_seqlens_q int32 [B + 1]) of packed masks without the padding."""
     lengths = generation_lengths.clamp(0, packed_mask.shape[1])
     used = torch.arange(packed_mask.shape[1], device=packed_mask.device) < lengths[:, None]
     return packed_mask[used], torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
 
 
 def packed_mask_of(trees: TreeBatch, max_tokens: int) -> tuple[Tensor, Tensor]:
-    """(packed_mask int32 [B, max_tokens, ceil(max_tokens / 32)], generation_lengths int32 [B]); the padding is 0."""
+    """Returns (packed_mask int32 [B, max_tokens, ceil(max_tokens / 32)], generation_lengths int32 [B]), padded by 0."""
     if max_tokens < trees.max_nodes:
         raise ValueError(f"max_tokens: expected at least the trees' {trees.max_nodes} nodes, got {max_tokens}")
     lengths = trees.cu_nodes.diff()
@@ -68,7 +68,7 @@ def packed_mask_of(trees: TreeBatch, max_tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def _trees(parents: Tensor, sizes: Tensor) -> TreeBatch:
-    """parents [B, nodes], of which sizes [B] are used."""
+    """Builds trees of parents [B, nodes], of which sizes [B] are used."""
     sizes = sizes.clamp(0, parents.shape[1])
     used = torch.arange(parents.shape[1], device=parents.device) < sizes[:, None]
     cu_nodes = torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).int()

@@ -1,14 +1,12 @@
-"""All drafters and rules on the small models of this folder: same text, how fast, how much is accepted.
+"""All drafters and rules on the small models of this folder: same text, speed, acceptance.
 
     python examples/toy.py [--device cuda] [--dtype bfloat16] [--prompts 6] [--max-new-tokens 96] [--json PATH]
 
-First one sequence is generated twice, without drafts and with the drafter that suits it best, and the tokens per second
-are shown while it runs. Then all prompts run as one batch over a paged cache. The first table has a row for each
-drafter, greedy and sampled: tokens that a sequence gains in a step, accepted draft tokens, tokens per second over all
-sequences, time to the first token, and whether the output is that of plain decoding. In fp32 a difference is an error
-(exit code 1); in half precision the first one is shown with the margin between the two most likely tokens there. The
-second table has the rules of verification that weigh the draft model's probabilities; their texts follow the same
-distribution as those of plain sampling, but are not the same texts.
+First one sequence is generated without drafts and with its fastest drafter, then all prompts as one batch over a paged
+cache. The first table has tokens per sequence and step, accepted draft tokens, tokens per second over all sequences,
+time to the first token, and equality with plain decoding, greedy and sampled. In fp32 a difference is an error (exit
+code 1); in half precision the first one is shown with the margin of the two likeliest tokens. The second table has
+rules that compare target and draft probabilities: their texts follow the distribution of plain sampling, but differ.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ Row = dict[str, Any]  # of a table
 
 
 def row_of(sampling: str, drafter: str, stats: GenerationStats, identical: bool | None) -> Row:
-    """identical: whether the text is that of plain decoding; None: the rule does not promise it."""
+    """identical: the text equals plain decoding's; None: the rule does not promise it."""
     return {
         "sampling": sampling,
         "drafter": drafter,
@@ -64,7 +62,7 @@ def row_of(sampling: str, drafter: str, stats: GenerationStats, identical: bool 
 
 
 def load(args: argparse.Namespace) -> tuple[Any, Any, dict[str, Callable[[], Drafter | None]]]:
-    """The target model, the draft model, and a maker for each drafter of the first table."""
+    """Returns the target, the draft model, and makers of the first table's drafters."""
     dtype = getattr(torch, args.dtype)
     target, draft = (
         AutoModelForCausalLM.from_pretrained(args.checkpoints / name, dtype=dtype).to(args.device).eval()
@@ -85,7 +83,7 @@ def load(args: argparse.Namespace) -> tuple[Any, Any, dict[str, Callable[[], Dra
     return target, draft, drafters
 
 
-# Drafter of the second table, and the rules that judge what it draws.
+# Drafters of the second table, and their rules.
 RULES = {
     "top-k tree": ("rejection", "typical"),
     "drawn chain": ("rejection", "block"),

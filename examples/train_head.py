@@ -1,9 +1,9 @@
-"""Trains an EAGLE-3 head for a causal language model of transformers, from the model's own answers to prompts.
+"""Trains an EAGLE-3 head for a causal language model of transformers on the model's own answers to prompts.
 
     python examples/train_head.py --target FOLDER --out heads --bf16
     python examples/train_head.py --target FOLDER --out heads --prompts FILE --held-out FILE
 
-docs/your_model.md explains each step. A run that is interrupted begins anew.
+docs/your_model.md explains each step. An interrupted run starts again.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from pagedtree.integrations.transformers import EagleDrafter, EagleHead, NgramDr
 
 SEED = 0
 PROMPTS = Path(__file__).parent / "prompts" / "training.json"
-# Each prompt is answered at each temperature: CHUNK answers a call, which fixes their seeds, BATCH of them at once.
+# Each prompt is answered at each temperature, in calls of CHUNK answers (which fix the seeds), BATCH at once.
 TEMPERATURES, TOP_P, CHUNK, BATCH = (0.0, 0.8), 0.95, 192, 64
-# The teacher's distribution is over the most likely tokens; the others are noise.
+# The teacher's distribution covers the likeliest tokens; the rest is noise.
 TEACHER_TOKENS = 32
 CONTEXT = 768  # tokens of a step, and of the longest text
-# Training-time test: UNROLLED passes, each weighed DECAY of the one before. The first is over all positions of a text;
-# the others read the head's own states, at BRANCHES random positions.
+# Training-time test: UNROLLED passes, each with DECAY times the weight of the one before. The first covers all
+# positions of a text; the others read the head's own states at BRANCHES random positions.
 UNROLLED, DECAY, BRANCHES = 4, 0.8, 64
 LEARNING_RATE = 2e-3
 
@@ -50,13 +50,13 @@ class Text:
 
     start: int  # of the answer
     tokens: Tensor  # int64 [T + 1]
-    features: Tensor  # bfloat16 [T, F], the outputs of the head's layers, side by side
-    likely: Tensor  # int64 [T, K], the most likely next tokens, the likeliest first
+    features: Tensor  # bfloat16 [T, F], outputs of the head's layers, concatenated
+    likely: Tensor  # int64 [T, K], the likeliest next tokens in descending order
     logits: Tensor  # bfloat16 [T, K], of these
 
 
 def excerpt(file: str, name: str = "") -> str:
-    """Returns a module's docstring, or the source of a function or class in it, from Python's standard library."""
+    """Returns a docstring, or the source of a function or class, from Python's standard library."""
     source = read(STDLIB / file)
     node: Any = ast.parse(source)
     if not name:
@@ -73,7 +73,7 @@ def read_prompts(file: Path) -> list[str]:
         raise ValueError(f"{file}: expected a JSON list of texts, got {prompts!r:.80}")
     found = []
     for prompt in prompts:
-        with suppress(FileNotFoundError, StopIteration):  # a module or function that this version of Python lacks
+        with suppress(FileNotFoundError, StopIteration):  # this version of Python may lack the module or function
             found.append("".join([part if isinstance(part, str) else excerpt(*part) for part in prompt]))
     return found
 
@@ -86,7 +86,7 @@ def answers(target: Any, layers: Sequence[int], prompts: Sequence[Sequence[int]]
         chosen, temperatures = zip(*asked[first : first + CHUNK], strict=True)
         params = SamplingParams(temperature=torch.tensor(temperatures), top_p=TOP_P)
         how = {"max_new_tokens": max_new_tokens, "max_sequences": BATCH, "params": params}
-        # Without drafts: trees are chosen by the clock, and in bfloat16 another tree rounds differently.
+        # Without drafts: measured costs determine trees, and in bfloat16 another tree rounds differently.
         sequences, stats = generate(target, [*map(list, chosen)], **how)
         texts += [read_by(target, layers, *text) for text in zip(map(len, chosen), sequences, strict=True)]
         print(f"answers: {len(texts)} of {len(asked)}, {stats.tokens_per_second:.0f} tokens/s", flush=True)
@@ -98,7 +98,7 @@ def answers(target: Any, layers: Sequence[int], prompts: Sequence[Sequence[int]]
 
 @torch.no_grad()
 def read_by(target: Any, layers: Sequence[int], start: int, tokens: Tensor) -> Text:
-    """Runs the target over a prompt and its answer, which is cut off after CONTEXT tokens."""
+    """Runs the target over a prompt and its answer, cut off after CONTEXT tokens."""
     tokens = tokens[: CONTEXT + 1]
     output = target(input_ids=tokens[None, :-1], use_cache=False, output_hidden_states=True)
     features = torch.cat([output.hidden_states[i + 1] for i in layers], dim=-1)
@@ -107,7 +107,7 @@ def read_by(target: Any, layers: Sequence[int], start: int, tokens: Tensor) -> T
 
 
 def token_counts(texts: Sequence[Text], vocab_size: int) -> Tensor:
-    """Returns the expected number of times that the target chooses each token in the answers, float [V]."""
+    """Returns tokens' expected counts in the answers, float [V]."""
     counts = torch.zeros(vocab_size)
     for text in texts:
         answer = slice(text.start - 1, None)
@@ -117,7 +117,7 @@ def token_counts(texts: Sequence[Text], vocab_size: int) -> Tensor:
 
 
 def batches_of(texts: Sequence[Text]) -> list[list[Text]]:
-    """Groups texts, sorted by length, into batches of at most CONTEXT padded tokens."""
+    """Groups sorted texts into batches of at most CONTEXT padded tokens."""
     batches: list[list[Text]] = [[]]
     for text in texts:
         if batches[-1] and len(text.tokens) * (len(batches[-1]) + 1) > CONTEXT:
@@ -146,7 +146,7 @@ def new_head(target: Any, layers: tuple[int, ...], target_ids: Tensor, intermedi
         "vocab_size": config.vocab_size,
     }
     head = EagleHead(sizes, target.get_input_embeddings(), target.get_output_embeddings(), layers, target_ids)
-    # The output layer reads these states well from the start: the highest of the layers, under the target's own norm.
+    # A good start for the output layer: the highest layer's states under the target's own norm.
     norm = getattr(getattr(target.get_decoder(), "norm", None), "weight", None)
     with torch.no_grad():
         head.fc.weight.zero_()[:, -config.hidden_size :].fill_diagonal_(1.0)
@@ -156,10 +156,10 @@ def new_head(target: Any, layers: tuple[int, ...], target_ids: Tensor, intermedi
 
 
 class Unrolled:
-    """Attention of a head that drafts from several positions at once, from each in a branch of its own.
+    """Attention of a head that drafts from several positions at once, each in a separate branch.
 
-    The first pass is causal, over the target's features at all positions. In pass m, the row of root t is m tokens
-    further; it sees the first pass's rows up to t, and the later passes' rows of its own branch.
+    The first pass is causal over all positions. In pass m the row of root t is m tokens further; it sees the first
+    pass's rows up to t, and its branch's rows of later passes.
 
     roots: int64 [B, R].
     """
@@ -189,8 +189,8 @@ class Unrolled:
 
 
 def unrolled_states(head: EagleHead, tokens: Tensor, features: Tensor, roots: Tensor) -> list[Tensor]:
-    """Returns the head's states in each of UNROLLED passes: in the first one at all positions, [B, T, H], where
-    `head.logits` of row t is about token t + 2; in pass m at the roots, [B, R, H], about tokens roots + 2 + m.
+    """Returns the head's states in each of UNROLLED passes. The first has all positions, [B, T, H], where `head.logits`
+    of row t predicts token t + 2; pass m has the roots, [B, R, H], and predicts tokens roots + 2 + m.
 
     tokens: [B, T + 1]. features: [B, T, F], of the first T. roots: int64 [B, R], less than T - UNROLLED.
     """
@@ -205,23 +205,23 @@ def unrolled_states(head: EagleHead, tokens: Tensor, features: Tensor, roots: Te
 
 
 def places(is_learnt: Tensor, seed: int) -> Tensor:
-    """Returns random roots, int64 [B, BRANCHES]: learnt positions [B, T], not the first, with tokens for all passes."""
+    """Returns random roots, int64 [B, BRANCHES]: trained positions [B, T], not the first, with tokens for each pass."""
     fits = is_learnt.clone()
     fits[:, 0] = False
     fits[:, :-1] &= is_learnt[:, 1:]  # padding
     fits[:, fits.shape[1] - UNROLLED - 1 :] = False
-    fits[~fits.any(1), 1] = True  # in a text that is too short, where nothing is learnt
+    fits[~fits.any(1), 1] = True  # texts that are too short train nothing
     generator = torch.Generator().manual_seed(seed)
     return fits.float().multinomial(BRANCHES, replacement=True, generator=generator)
 
 
 class Loss(nn.Module):
-    """The loss of a head on a batch. answers_only: whether prompts are not learnt."""
+    """The loss of a head on a batch. answers_only: excludes prompts."""
 
     def __init__(self, head: EagleHead, answers_only: bool) -> None:
         super().__init__()
         self.head, self.answers_only = head, answers_only
-        # Each token's number in the draft vocabulary, -1 for others.
+        # Each token's index in the draft vocabulary, -1 for others.
         self.index = torch.full((head.config.vocab_size,), -1)
         self.index[head.target_ids] = torch.arange(head.vocab_size)
 
@@ -235,7 +235,7 @@ class Loss(nn.Module):
         if self.answers_only:
             is_learnt &= place >= torch.tensor([[text.start - 1] for text in batch])
         roots = places(is_learnt, seed)
-        # The teacher's distribution is over the draft vocabulary; positions whose likeliest token it lacks are skipped.
+        # The teacher covers the draft vocabulary; positions whose likeliest token is outside are skipped.
         likely = self.index[likely]
         probs = logits.float().masked_fill(likely < 0, -torch.inf).softmax(-1)
         is_learnt &= likely[..., 0] >= 0
@@ -251,7 +251,7 @@ class Loss(nn.Module):
 
 
 def fit(loss: Loss, batches: Sequence[Sequence[Text]], steps: int) -> None:
-    """Trains a head. All batches come once, in a random order, before one comes again."""
+    """Each epoch has all batches in a random order."""
     parameters = [*loss.parameters()]
     matrices, vectors = [x for x in parameters if x.ndim > 1], [x for x in parameters if x.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -264,7 +264,7 @@ def fit(loss: Loss, batches: Sequence[Sequence[Text]], steps: int) -> None:
             group["lr"] = LEARNING_RATE * min(1.0, (step + 1) / warmup) * (0.05 + 0.95 * cosine)
         epoch, number = divmod(step, len(batches))
         order = torch.randperm(len(batches), generator=torch.Generator().manual_seed(SEED + epoch))
-        # Computed in the target's dtype; the weights that are trained stay in fp32.
+        # Computed in the target's dtype; trained weights stay in fp32.
         rounded = {name: weight.to(loss.head.output_rows.dtype) for name, weight in loss.named_parameters()}
         value = torch.func.functional_call(loss, rounded, (batches[int(order[number])], SEED + step))
         value.backward()

@@ -1,8 +1,7 @@
 """The entry points of vLLM and SGLang, which they call in every process of an environment that has pagedtree.
 
-They register names and import nothing of `pagedtree`, so that an engine that names no part of it stays as it is. What
-changes an engine's own objects waits for a configuration that names pagedtree, or for the engine's name in the
-environment variable PAGEDTREE_PLUGINS (comma-separated).
+They register names and import nothing of `pagedtree`. An engine's objects change only if its configuration names
+pagedtree, or if the environment variable PAGEDTREE_PLUGINS (comma-separated) names the engine.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ OF_VLLM = "pagedtree.integrations.vllm."
 
 def vllm() -> None:
     """Registers the attention backend as CUSTOM (vllm.general_plugins). With PAGEDTREE_PLUGINS=vllm vLLM also takes
-    more request options beside draft trees (`limits.extend_requests`). Idempotent.
+    more request options with draft trees (`limits.extend_requests`). Idempotent.
 
     Raises ValueError if the configuration names a drafter of pagedtree without the variable.
     """
@@ -85,8 +84,7 @@ def _is_asked(engine: str) -> bool:
 
 
 def _names_drafter() -> bool:
-    """Looks at the command line and at the configuration of the callers, as vLLM passes none to a plugin. With the
-    method ngram_gpu vLLM would not look at the drafter's name and would use its own n-grams silently."""
+    """Looks at the command line and at the configuration of the callers, as vLLM passes none to a plugin."""
     if any(f"{OF_VLLM}drafters." in argument for argument in sys.argv):
         return True
     frame = sys._getframe()

@@ -1,4 +1,4 @@
-"""What the tests of the adapters share: dense attention in float32, and random sequences laid out in pages."""
+"""Dense attention in float32, and random paged sequences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pagedtree import DraftTree
 def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, *, scale: float = 0.0, softcap: float = 0.0, sinks: Any = None
 ) -> tuple[Tensor, Tensor]:
-    """(out [n, H, D], lse [n, H]) of one sequence: q [n, H, D], k and v [s, Hkv, D], seen bool [n, s]; in float32."""
+    """Returns out [n, H, D], lse [n, H] in float32: q [n, H, D], k and v [s, Hkv, D], seen bool [n, s]."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.float(), k) * (scale or q.shape[2] ** -0.5)
@@ -31,13 +31,13 @@ def dense_attention(
 
 
 def causal(n: int, s: int, window: int = 0) -> Tensor:
-    """bool [n, s]: the last n of s positions, each seeing itself, what is before, and at most `window` keys."""
+    """Returns bool [n, s]: the last n of s positions see at most `window` keys up to themselves."""
     query, key = torch.arange(s - n, s)[:, None], torch.arange(s)
     return (key <= query) & (key > query - window if window else torch.ones(1, dtype=torch.bool))
 
 
 def tree_sees(tree: DraftTree, prefix: int) -> Tensor:
-    """bool [n, prefix + n]: a tree's nodes see the whole prefix and their ancestors."""
+    """Returns bool [n, prefix + n]: nodes see the prefix and their ancestors."""
     ones = torch.ones(tree.num_nodes, prefix, dtype=torch.bool)
     return torch.cat([ones, placed(torch.from_numpy(tree.mask))], 1)
 
@@ -49,11 +49,11 @@ def random_trees(sizes: list[int], seed: int = 0) -> list[DraftTree]:
 
 @dataclass
 class Pages:
-    """Sequences of random K and V, whole and in shuffled pages, on the default device."""
+    """Random K and V, whole and in shuffled pages."""
 
-    k: list[Tensor]  # [s, Hkv, D] each
-    v: list[Tensor]  # [s, Hkv, Dv] each
-    k_cache: Tensor  # [pages, page_size, Hkv, D]; NaN where no sequence is
+    k: list[Tensor]  # [s, Hkv, D]
+    v: list[Tensor]  # [s, Hkv, Dv]
+    k_cache: Tensor  # [pages, page_size, Hkv, D]; NaN elsewhere
     v_cache: Tensor
     pages: list[list[int]]
 
@@ -85,7 +85,7 @@ class Pages:
         return *rows, *caches, pages
 
     def table(self) -> Tensor:
-        """int32 [B, max_pages], padded with a page that must not be read."""
+        """Returns int32 [B, max_pages], padded with invalid pages."""
         table = torch.full((len(self.pages), max(map(len, self.pages), default=0) + 1), -7, dtype=torch.int32)
         for b, pages in enumerate(self.pages):
             table[b, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
@@ -93,6 +93,6 @@ class Pages:
 
 
 def close(out: Tensor, expected: Tensor) -> None:
-    """Asserts closeness within what the dtype of `out` can resolve."""
+    """Asserts closeness within `out`'s precision."""
     tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[out.dtype]
     torch.testing.assert_close(out.float(), expected.to(out.device), atol=tolerance, rtol=tolerance)

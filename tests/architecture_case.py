@@ -1,4 +1,4 @@
-"""Tiny random models of every causal architecture that transformers knows, and what `generate` makes of each."""
+"""Tiny random models of transformers' causal architectures, and `generate`'s outcome on each."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ NAMES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 VOCAB = 128
 NEW_TOKENS = 24
 WINDOW = 9
-LENGTHS = (12, 17, 33)  # all past the window
-# Two logits nearer than this are tied: attention that sums in another order may swap them.
+LENGTHS = (12, 17, 33)  # beyond the window
+# Closer logits tie: another order of sums may swap them.
 TIE = 1e-3
 REFUSALS = ("model: expected ", 'attention implementation "pagedtree": expected ')
 MOST_PARAMETERS = 60_000_000
 
-# Sizes, by the names that configs give them.
+# Sizes by their config names.
 SIZES: dict[str, Any] = {
     field: size
     for size, fields in (
@@ -38,8 +38,7 @@ SIZES: dict[str, Any] = {
         (2, "decoder_attention_heads encoder_attention_heads depth"),
         (1, "num_key_value_heads multi_query_group_num swa_num_key_value_heads"),
         (64, "head_dim attention_head_dim d_kv swa_head_dim v_head_dim swa_v_head_dim"),
-        # Latent attention: queries and keys are larger than values, and the cached latents are those of the released
-        # models.
+        # Latent attention: queries and keys exceed values; latents of released size.
         (64, "qk_nope_head_dim"),
         (32, "q_lora_rank image_size"),
         (16, "hidden_size_per_layer_input patch_size"),
@@ -56,13 +55,13 @@ SIZES: dict[str, Any] = {
         (1, "bos_token_id decoder_start_token_id sep_token_id cls_token_id"),
         (2, "eos_token_id"),
         (True, "use_sliding_window is_decoder"),
-        (False, "tie_word_embeddings"),  # otherwise every token predicts itself
+        (False, "tie_word_embeddings"),  # tied, every token predicts itself
     )
     for field in fields.split()
 }
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers")
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
-# Other arguments that some model types need.
+# Further arguments by model type.
 MODELS: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"num_expert_group": 2, "topk_group": 1},
     "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 4},
@@ -84,7 +83,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "intermediate_size": [96] * 4,
         "activation_sparsity_pattern": [0.0] * 4,
     },
-    # Heads of 512 columns in full layers, whose keys are their values, and layers that read another one's.
+    # 512-column heads in full layers, K = V, shared KV layers.
     "gemma4_text": {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -115,7 +114,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def shrunk(kind: Any) -> dict[str, Any]:
-    """Arguments of the config class `kind` for a tiny model with one layer of each type that its default has."""
+    """Returns `kind`'s arguments for a tiny model, one layer per default type."""
     base = kind()
     fields = base.to_dict()
     options = {name: value for name, value in SIZES.items() if name in fields}
@@ -138,7 +137,7 @@ def shrunk(kind: Any) -> dict[str, Any]:
 
 
 def tiny_model(name: str) -> Any:
-    """The model type `name` with random weights; raises what transformers raises."""
+    """Builds a random model of type `name`; raises transformers' errors."""
     kind = CONFIG_MAPPING[name]
     config = kind(**shrunk(kind))
     with torch.device("meta"):
@@ -146,7 +145,7 @@ def tiny_model(name: str) -> Any:
     if size > MOST_PARAMETERS:
         raise ValueError(f"{size} parameters")
     torch.manual_seed(0)
-    # SDPA leaves out a softcap, which eager attention and ours do not.
+    # SDPA ignores a softcap; eager attention and ours do not.
     softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     options = {"attn_implementation": "eager"} if softcap else {}
     model = AutoModelForCausalLM.from_config(config, **options).float().eval()
@@ -159,9 +158,9 @@ def tiny_model(name: str) -> Any:
 
 
 def outcome(name: str) -> str:
-    """ "same", "refused: reason" or "not built: reason" of the model type `name`.
+    """Returns "same", "refused: reason" or "not built: reason" for model type `name`.
 
-    Raises AssertionError for a text other than the model's own; any other exception is one that `generate` let through.
+    Raises AssertionError for another text; other exceptions escaped from `generate`.
     """
     try:
         model = tiny_model(name)
@@ -176,7 +175,7 @@ def outcome(name: str) -> str:
             options = {"drafter": drafter, "max_new_tokens": NEW_TOKENS, "eos_token_id": []}
             texts[type(drafter).__name__], _ = generate(model, prompts, **options)
     except ValueError as error:
-        if not texts and str(error).startswith(REFUSALS):  # refused with any drafter, and by us
+        if not texts and str(error).startswith(REFUSALS):  # ours, by any drafter
             return f"refused: {error}"
         failure = error
     except Exception as error:
@@ -198,7 +197,7 @@ def _in_one_line(error: Exception) -> str:
 
 
 def check_same(model: Any, text: list[int], expected: list[int], what: str) -> None:
-    """Asserts that the texts are the same up to a position where the model's own logits of both tokens are tied."""
+    """Asserts equal texts up to a tie of the model's logits."""
     if text == expected:
         return
     assert len(text) == len(expected), f"{what}: {len(text)} tokens, expected {len(expected)}"
@@ -210,7 +209,7 @@ def check_same(model: Any, text: list[int], expected: list[int], what: str) -> N
 
 
 def main() -> None:
-    """Prints the outcomes of the model types named, or keeps those of all in the documents."""
+    """Prints the outcomes of the named model types; writes the outcomes of all to the documents."""
     warnings.simplefilter("ignore")
     outcomes = {}
     for name in sys.argv[1:] or NAMES:

@@ -1,4 +1,4 @@
-"""Random batches for tests of tree_attention, and the tolerance that the contract names."""
+"""Random batches for tree_attention; the contract's tolerance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pagedtree.testing import backends
 
 CPU = torch.device("cpu")
 *_FIRST, _LAST = dict.fromkeys(str(k) for k, _ in _C.HEAD_DIMS)
-HEAD_SIZES = f"{', '.join(_FIRST)} or {_LAST}"  # as messages have them
+HEAD_SIZES = f"{', '.join(_FIRST)} or {_LAST}"  # as in messages
 LAYER_ARGUMENTS = ("q", "k_cache", "v_cache", "sinks", "k_scale", "v_scale", "out")
 LAYOUTS = (*inputs.LAYOUTS, "sparse")
 _NAMES = {dtype: name for name, dtype in inputs.DTYPES.items()}
@@ -34,7 +34,7 @@ def random_tree(rng: np.random.Generator, num_nodes: int) -> DraftTree:
 
 @dataclass(frozen=True)
 class Case:
-    """The arguments of one call, at a place."""
+    """A call's arguments at a place."""
 
     batch: Batch
     place: Place
@@ -56,7 +56,7 @@ def target_id(target: tuple[str, str]) -> str:
 
 
 _BEST = {backend: (backend, variant) for backend, variant in TARGETS if variant != "wgmma"}.values()
-# For what hardly depends on instructions: in the core suite `target` has the CPU's best set and the default engine.
+# Tests that hardly depend on instructions: the core suite uses the CPU's best set and the default engine.
 once_per_backend = pytest.mark.parametrize(
     "target",
     [pytest.param(target, marks=[] if target in _BEST else pytest.mark.slow) for target in TARGETS],
@@ -67,7 +67,7 @@ once_per_backend = pytest.mark.parametrize(
 
 @dataclass(frozen=True)
 class Target:
-    """What a test of attention runs on: a backend with one of its instruction sets, or with an engine."""
+    """A backend with an instruction set or an engine."""
 
     backend: str
     variant: str
@@ -75,7 +75,7 @@ class Target:
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Kernels for fp32 know no engine."""
+        """fp32 has no engine."""
         halves = (torch.float16, torch.bfloat16)
         if self.backend == "cpu":
             return (torch.float32, *halves)
@@ -87,21 +87,21 @@ class Target:
 
     @property
     def tolerance(self) -> dict[str, float]:
-        """The tolerance between two ways to the same result in `dtypes[0]`."""
+        """Bounds two computations' difference in `dtypes[0]`."""
         return {"atol": 1e-6, "rtol": 1e-5} if self.backend == "cpu" else {"atol": 1e-3, "rtol": 2e-3}
 
     def case(
         self, prefixes: list[int], kinds: list[Any], *, dtype: torch.dtype | None = None,
         cache_dtype: torch.dtype | None = None, causal_queries: int = 7, **options: Any,
     ) -> Case:  # fmt: skip
-        """A batch of check's for this target; of the kind "causal" are `causal_queries` queries without a tree.
+        """Builds a check batch; kind "causal" has `causal_queries` queries and no tree.
 
-        Skips the test where the target does not take the dtype or the layout.
+        Skips unsupported dtypes and layouts.
         """
         dtype = dtype or self.dtypes[0]
         if dtype not in self.dtypes or options.get("layout", "nhd") not in self.layouts:
             pytest.skip(f"{self.backend} does not take {dtype}, layout {options.get('layout')}")
-        if self.variant == "wgmma":  # which is for more than 32 rows; these heads give tiles of 64 and of 128
+        if self.variant == "wgmma":  # needs 33 rows; these fill tiles of 64 and 128
             options.setdefault("heads", (10, 2) if dtype == torch.float16 else (22, 2))
         queries = [causal_queries if kind == "causal" else kind for kind in kinds]
         cache = "" if cache_dtype is None else _NAMES[cache_dtype]
@@ -114,7 +114,7 @@ def rms(x: Tensor) -> float:
 
 
 def sdpa_error(case: dict[str, Any], expected: Tensor) -> float:
-    """RMS error of torch SDPA on gathered K and V in the same dtype, each sequence by itself."""
+    """Returns torch SDPA's RMS error on each sequence's gathered K and V, in the same dtype."""
     out = case["q"].new_zeros((*case["q"].shape[:2], case["v_cache"].shape[3]))
     page_size, group = case["k_cache"].shape[1], case["q"].shape[1] // case["k_cache"].shape[2]
     offsets = case["cu_seqlens_q"].tolist()
@@ -136,13 +136,12 @@ def sdpa_error(case: dict[str, Any], expected: Tensor) -> float:
 
 
 def on_host(case: dict[str, Any]) -> dict[str, Any]:
-    """The case on the CPU; a V cache that is a view of K's stays one."""
+    """Copies the case to the CPU; a V that is a view of K stays one."""
     names = [name for name, value in case.items() if isinstance(value, Tensor)]
     return {**case, **dict(zip(names, to_device([case[name] for name in names], CPU), strict=True))}
 
 
 def prepared_attention(case: dict[str, Any]) -> Tensor:
-    """The call by way of `PreparedAttention`."""
     layer = {name: case[name] for name in LAYER_ARGUMENTS if name in case}
     q, k_cache, v_cache = (layer.pop(name) for name in LAYER_ARGUMENTS[:3])
     step = PreparedAttention(**{name: value for name, value in case.items() if name not in LAYER_ARGUMENTS})
@@ -151,7 +150,7 @@ def prepared_attention(case: dict[str, Any]) -> Tensor:
 
 
 def check(case: dict[str, Any], *, factor: float = 2.0) -> None:
-    """tree_attention against the reference: RMS error within `factor` times SDPA's, lse close; both forms the same."""
+    """Asserts RMS error within `factor` of SDPA's, close lse, equal prepared calls."""
     out, lse = tree_attention(**case, return_lse=True)
     assert torch.equal(prepared_attention(case), out)
     plain = on_host({k: v for k, v in case.items() if k not in ("plan", "max_seqlen_q")})
@@ -160,7 +159,6 @@ def check(case: dict[str, Any], *, factor: float = 2.0) -> None:
 
 
 def _digest(plain: dict[str, Any]) -> bytes:
-    """Of all that a call is given."""
     digest = hashlib.sha1()
     for name, value in sorted(plain.items()):
         digest.update(name.encode())
@@ -173,16 +171,16 @@ def _digest(plain: dict[str, Any]) -> bytes:
 
 
 Expected = tuple[Tensor, Tensor, float | None]
-_expected: OrderedDict[bytes, Expected] = OrderedDict()  # the last 128 calls of the reference
+_expected: OrderedDict[bytes, Expected] = OrderedDict()  # the reference's last 128 calls
 
 
 def _has_own_tolerance(plain: dict[str, Any]) -> bool:
-    """SDPA has no such option, so that it cannot say how exact the result may be."""
+    """SDPA lacks these options, so bounds no error."""
     return any(plain.get(name) is not None for name in ("sinks", "k_scale", "v_scale")) or bool(plain.get("softcap"))
 
 
 def _expectation(plain: dict[str, Any]) -> Expected:
-    """What the reference gives, and how far SDPA is off it. Kept: each target is asked for the same."""
+    """Returns the reference's result and SDPA's error, cached for all targets."""
     key = _digest(plain)
     if key not in _expected:
         out, lse = reference.tree_attention(**plain)

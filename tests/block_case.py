@@ -1,4 +1,4 @@
-"""Block drafters with random weights, and what they compute, by the layers of transformers' Qwen 3."""
+"""Random block drafters, and their results by transformers' Qwen 3 layers."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def block_model(model, config=CONFIG, seed=4):
 
 @torch.no_grad()
 def dense_logits(model, drafter, text):
-    """Logits [block_size - 1, V] of the places behind the last token of `text`, without any cache."""
+    """Returns logits [block_size - 1, V] after `text`, without a cache."""
     config, count = drafter.config, len(text) - 1
     rotary = {"rope_type": "default", "rope_theta": config.rope_theta}
     sizes = {name: value for name, value in vars(config).items() if name in (*LAYER, "rms_norm_eps")}
     qwen = Qwen3Config(**sizes, rope_parameters=rotary)
-    qwen.rope_theta = config.rope_theta  # where transformers 4 looks
+    qwen.rope_theta = config.rope_theta  # for transformers 4
     features = features_of(model, text, config.target_layer_ids)[:count] if count else torch.empty(0, 2 * 128)
     states = model.get_input_embeddings()(torch.tensor([text[-1]] + [config.mask_token_id] * (config.block_size - 1)))
     context = drafter.hidden_norm(features @ drafter.fc.weight.T)
@@ -51,7 +51,7 @@ def dense_logits(model, drafter, text):
     cos, sin = (part[0] for part in Qwen3RotaryEmbedding(qwen)(states, positions[None]))
     for i, module in enumerate(drafter.layers):
         layer = Qwen3DecoderLayer(qwen, layer_idx=0)
-        layer.load_state_dict(module.state_dict())  # the same names
+        layer.load_state_dict(module.state_dict())  # equal names
         attention, inputs = layer.self_attn, layer.input_layernorm(states)
         everything = torch.cat([context, inputs])
         projected = attention.q_proj(inputs), attention.k_proj(everything), attention.v_proj(everything)

@@ -1,4 +1,4 @@
-"""A grammar that needs no grammar engine, for the models of generate_case."""
+"""A grammar without an engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ STOP = 127
 
 
 class Brackets(DepthFirstMatcher):
-    """One bracket with brackets and letters in it, up to three deep: 0..9 open, 10..84 are letters, 85..99 close."""
+    """Brackets in a bracket, up to three deep: 0..9 open, 10..84 are letters, 85..99 close."""
 
     vocab_size = VOCAB
 

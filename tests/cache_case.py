@@ -1,5 +1,3 @@
-"""What the tests of the KV cache ops share."""
-
 from __future__ import annotations
 
 import numpy as np
@@ -13,7 +11,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def payload(shape: tuple[int, ...], dtype: torch.dtype, layer: int, device: torch.device) -> Tensor:
-    """Bytes that tell slot, layer, head and dimension apart; NaN patterns of the floats included."""
+    """Returns bytes that identify slot, layer, head and dimension; NaN patterns too."""
     count = int(np.prod(shape)) * torch.empty(0, dtype=dtype).element_size()
     if count == 0:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -26,7 +24,7 @@ def raw(t: Tensor) -> Tensor:
 
 
 def prepared_compact(caches: list[Tensor], *moves: Tensor, **named: Tensor) -> Tensor:
-    """compact_kv by way of `PreparedCompaction`, which prepares nothing where gradients may be asked for."""
+    """Runs `PreparedCompaction`, which prepares nothing in grad mode."""
     with torch.inference_mode():
         return PreparedCompaction(caches)(*moves, **named)
 

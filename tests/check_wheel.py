@@ -1,7 +1,4 @@
-"""What a wheel must and must not hold, and what its libraries may ask of the system.
-
-python tests/check_wheel.py dist/*.whl
-"""
+"""Checks a wheel's files and its libraries' needs: python tests/check_wheel.py dist/*.whl"""
 
 from __future__ import annotations
 
@@ -12,12 +9,11 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-# Without its package, which a checkout that was not built cannot import.
+# An unbuilt checkout cannot import the package.
 PACKAGE = Path(__file__).resolve().parents[1] / "python" / "pagedtree"
 symbol_versions = runpy.run_path(str(PACKAGE / "tools" / "symbol_versions.py"))["symbol_versions"]
 
-# The versions of RHEL 9; Debian 12 and Ubuntu 22.04 have newer ones: glibc 2.34, libstdc++ of GCC 11, libgcc of GCC
-# 3.4.
+# RHEL 9: glibc 2.34, libstdc++ of GCC 11, libgcc of GCC 3.4. Debian 12 and Ubuntu 22.04 are newer.
 LIMITS = {"GLIBC": (2, 34), "GLIBCXX": (3, 4, 29), "CXXABI": (1, 3, 13), "GCC": (3, 4)}
 REQUIRED = {
     "pagedtree/benchmarks/bench_ops.py",
@@ -35,7 +31,7 @@ MOST_BYTES = 20_000_000
 
 
 def too_new(library: Path) -> list[str]:
-    """The symbol versions that the library needs but the oldest supported system lacks."""
+    """Lists symbol versions that the oldest supported system lacks."""
     return [
         f"{library.name} needs {name}_{version}, more than {'.'.join(map(str, LIMITS[name]))}"
         for name, version in symbol_versions(library).items()
@@ -44,7 +40,7 @@ def too_new(library: Path) -> list[str]:
 
 
 def faults(wheel: Path) -> list[str]:
-    """Lists what is wrong with the wheel, one sentence each."""
+    """Lists faults, a sentence each."""
     name = re.fullmatch(r"pagedtree-([^-]+)-cp(\d+)-cp\2-linux_(\w+)\.whl", wheel.name)
     if name is None:
         return [f"the name {wheel.name} is not pagedtree-VERSION-cpNN-cpNN-linux_MACHINE.whl"]

@@ -1,5 +1,3 @@
-"""Fixtures that every test file shares."""
-
 from __future__ import annotations
 
 import gc
@@ -18,7 +16,7 @@ from whole_trees import whole_trees  # noqa: F401
 from pagedtree import _C
 from pagedtree.testing import backends
 
-# The same examples in every run; a failure prints the example. `backend` has no state that examples could disturb.
+# Examples repeat in every run, and failures print theirs. `backend` has no state to disturb.
 settings.register_profile(
     "pagedtree",
     deadline=None,
@@ -29,14 +27,14 @@ settings.register_profile(
 settings.load_profile("pagedtree")
 
 
-# No verdict that this machine's user has stored chooses the engine.
+# Stored verdicts must not choose the engine.
 os.environ["PAGEDTREE_CACHE"] = os.devnull
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[object]:
-    # What is imported and collected stays to the end. To look for garbage in it takes a third of this time, and half a
-    # second at each later look. Tests leave little garbage that has cycles.
+    # Collected modules stay: garbage collection over them takes a third of this time, then half a second each time.
+    # Tests leave few cycles.
     gc.disable()
     result = yield
     gc.freeze()
@@ -47,9 +45,9 @@ def pytest_collection() -> Iterator[object]:
 
 @pytest.fixture(params=backends())
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Runs the test once for each backend of this build, with value checks off whatever the environment says.
+    """Runs the test on each backend, without value checks.
 
-    Under "cuda" a test fails whose tensors are on the CPU: make them on `device`, or ask for `on_device`.
+    Under "cuda" CPU tensors fail: use `device` or `on_device`.
     """
     monkeypatch.delenv("PAGEDTREE_CHECK", raising=False)
     with only_on(request.param):
@@ -58,39 +56,38 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def device(backend: str) -> torch.device:
-    """Returns the device of the tensors of a test on `backend`."""
     return torch.device("cuda" if backend == "cuda" else "cpu")
 
 
 @pytest.fixture
 def draws(backend: str) -> Callable[[int], int]:
-    """Returns how many draws a test makes: fewer on simt, where a draw costs a hundred times as much."""
+    """Returns a number of draws, fewer on simt, where one takes a hundred times as long."""
     on_simt = backend == "simt" or (backend == "cuda" and "HOST_CUDA" in os.environ)
     return lambda count: count // 40 if on_simt else count
 
 
 @pytest.fixture
 def on_device(device: torch.device) -> Iterator[None]:
-    """Makes tensors where a test's backend runs, unless the test says otherwise."""
+    """Makes the backend's device the default."""
     with made_on(device):
         yield
 
 
 @pytest.fixture
 def value_checks(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turns on the checks of values in tensors (PAGEDTREE_CHECK=1)."""
+    """Checks values in tensors (PAGEDTREE_CHECK=1)."""
     monkeypatch.setenv("PAGEDTREE_CHECK", "1")
 
 
 @pytest.fixture(params=_C.available_isas())
 def isa(request: pytest.FixtureRequest, backend: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Runs the test once for each instruction set that the CPU backend has on this machine."""
+    """Runs the test on each CPU instruction set."""
     return use_isa(request, backend, monkeypatch)
 
 
 @pytest.fixture(params=[isa for isa in _C.available_isas() if not isa.startswith("amx")])
 def row_isa(request: pytest.FixtureRequest, backend: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The same where AMX has no kernels of its own: for everything but attention."""
+    """Excludes AMX, which is for attention only."""
     return use_isa(request, backend, monkeypatch)
 
 
@@ -103,7 +100,7 @@ def use_isa(request: pytest.FixtureRequest, backend: str, monkeypatch: pytest.Mo
 
 @pytest.fixture(params=TARGETS, ids=target_id)
 def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Target]:
-    """Runs the test on each backend, with each of the CPU's instruction sets."""
+    """Runs the test on each backend and CPU instruction set."""
     backend, variant = request.param
     monkeypatch.delenv("PAGEDTREE_CHECK", raising=False)
     monkeypatch.delenv("PAGEDTREE_ENGINE", raising=False)
@@ -120,7 +117,7 @@ def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """One thread, for models so small that waiting for a second thread takes longer than the work."""
+    """Waiting for a second thread takes longer than tiny models."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -129,7 +126,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Processes of a gloo group, which take a second to start."""
+    """Yields gloo processes, which start in a second."""
     processes = Ranks(tmp_path_factory.mktemp("ranks"))
     yield processes
     processes.close()

@@ -1,4 +1,4 @@
-"""What NVIDIA's CuTe says, as `make witness` keeps it."""
+"""CuTe's vectors, from `make witness`."""
 
 from __future__ import annotations
 

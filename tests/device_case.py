@@ -1,4 +1,4 @@
-"""What tests that run on a device share: tensors get there from the CPU, and no op runs elsewhere."""
+"""Device tests: tensors come from the CPU; no op runs elsewhere."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from pagedtree import DraftTree
 from pagedtree._ops import ops
 from pagedtree.testing import backends, use_backend
 
-# For distributions: the core suite looks at those of the other backends, with more draws, and compares simt with cpu
-# bit for bit (tests/ops/test_cases.py).
+# Distributions: other backends draw more in the core suite; tests/ops/test_cases.py compares simt's bits with cpu's.
 slow_on_simt = pytest.mark.parametrize(
     "backend",
     [pytest.param(name, marks=pytest.mark.slow if name == "simt" else []) for name in backends()],
@@ -23,7 +22,7 @@ slow_on_simt = pytest.mark.parametrize(
 
 
 def to_device(tensors: Iterable[Tensor], device: torch.device) -> list[Tensor]:
-    """The tensors on `device` with their strides, which `.to` does not keep; views of one memory stay so."""
+    """Moves tensors with strides, which `.to` drops, and shared memory."""
     memory: dict[int, Tensor] = {}
     moved = []
     for t in tensors:
@@ -37,19 +36,18 @@ def to_device(tensors: Iterable[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def placed(t: Tensor, device: torch.device | str | None = None) -> Tensor:
-    """One tensor on `device`, or on the default one."""
+    """Moves a tensor to `device`, or the default one."""
     return to_device([t], torch.get_default_device() if device is None else torch.device(device))[0]
 
 
 def made_on(device: torch.device) -> AbstractContextManager:
-    """Tensors are made on `device` unless told otherwise. Where that is so already, without torch's mode for it, which
-    every function of torch would pass through."""
+    """Makes `device` the default; if it is, without torch's mode, which slows every function."""
     return nullcontext() if torch.get_default_device().type == device.type else device
 
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Inside the block torch makes floating-point tensors of `dtype` unless told otherwise."""
+    """Sets torch's default floating-point dtype inside the block."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -60,10 +58,8 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def only_on(backend: str) -> Iterator[None]:
-    """`use_backend`; with "cuda" an op on CPU tensors also raises RuntimeError, so that no test skips the GPU unseen.
-
-    Making a DraftTree is allowed: it lives on the host, whatever the device of the rest.
-    """
+    """Like `use_backend`; with "cuda" an op on CPU tensors raises, except in DraftTree, so no test silently skips the
+    GPU."""
     if backend != "cuda":
         with use_backend(backend):
             yield
@@ -74,7 +70,7 @@ def only_on(backend: str) -> Iterator[None]:
         with use_backend("cpu"):
             make(tree, parents)
 
-    previous = ops._use_backend(-1)  # none for tensors on the CPU
+    previous = ops._use_backend(-1)  # none for CPU tensors
     DraftTree.__init__ = make_on_host
     try:
         yield

@@ -1,5 +1,3 @@
-"""What the tests of growing trees and of proposers share. Tensors are made on the default device."""
-
 from __future__ import annotations
 
 from itertools import pairwise
@@ -14,7 +12,7 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def packed_trees(draft: Draft) -> list[tuple[list[int], list[int]]]:
-    """Tokens and parents of each tree; checks offsets and padding on the way."""
+    """Returns trees' tokens and parents; checks offsets and padding."""
     cu_nodes = draft.trees.cu_nodes.tolist()
     rows = draft.draft_tokens.shape[0]
     assert cu_nodes[0] == 0 and cu_nodes == sorted(cu_nodes) and cu_nodes[-1] <= rows
@@ -26,7 +24,7 @@ def packed_trees(draft: Draft) -> list[tuple[list[int], list[int]]]:
 
 
 def paths_of(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
-    """The tokens from the root to each node of a tree, without the root's."""
+    """Returns the tokens below the root down to each node."""
     paths: list[tuple[int, ...]] = [()]
     for token, parent in zip(tokens[1:], parents[1:], strict=True):
         paths.append((*paths[parent], token))

@@ -1,6 +1,6 @@
-"""The marker `each_value`: of a test's combinations of parameters, the core suite runs few that have every value once.
+"""The marker `each_value`: the core suite runs few combinations, with every value on each backend and kind of model.
 
-It has every value on each backend and each kind of model. All combinations run in `make test-all`.
+`make test-all` runs all.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import defaultdict
 import pytest
 
 
-@pytest.hookimpl(tryfirst=True)  # before the cases that are marked slow are taken out
+@pytest.hookimpl(tryfirst=True)  # before slow cases are deselected
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     cases = defaultdict[str, list[pytest.Function]](list)
     for item in items:
@@ -25,10 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def of_each_value(cases: list[pytest.Function]) -> list[pytest.Function]:
-    """Returns some of the cases of a test, which together have every value of every parameter that the cases have.
-
-    The one with most values that no other has yet is next, the first one of those with as many.
-    """
+    """Returns cases with every value of every parameter; the first of those with most new values is next."""
     values = {}
     for case in cases:
         texts = {name: repr(value) for name, value in case.callspec.params.items()}

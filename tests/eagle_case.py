@@ -1,4 +1,4 @@
-"""Heads of speculators' forms with random weights."""
+"""Speculators' heads with random weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SPECULATORS = {
 
 
 def randomised(module, seed=5):
-    """Values of a size with which nothing is lost in rounding, norms near 1."""
+    """Draws weights that survive rounding, and norms near 1."""
     torch.manual_seed(seed)
     for parameter in module.parameters():
         if parameter.ndim > 1:
@@ -43,13 +43,13 @@ def randomised(module, seed=5):
 
 
 def eagle_head(model, target_ids=EVERY_SECOND, **entries):
-    """A head on three of four layers."""
+    """Builds a head on three of four layers."""
     config = {**SIZES, "rms_norm_eps": 1e-5, **entries}
     return randomised(EagleHead(config, model.model.embed_tokens, model.lm_head, LAYERS, target_ids))
 
 
 def features_of(model, text, layers=LAYERS):
-    """The outputs of these layers of the target at all tokens of a text, [T, F], by hooks of our own."""
+    """Returns these layers' states [T, F] in the target, by independent hooks."""
     found = {}
 
     def hook(_, args, out, *, layer):
@@ -65,13 +65,13 @@ def features_of(model, text, layers=LAYERS):
 
 
 def causal(q, k, v, layer=0):
-    """Plain attention of queries [T, Hq, D] to keys and values [T, Hkv, D]."""
+    """Computes attention: q [T, Hq, D], k and v [T, Hkv, D]."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
 
 
 def head_of_speculators(model, **more):
-    """Two layers of Qwen 3, with biases."""
+    """Builds two Qwen 3 layers with biases."""
     layer = {**SIZES, "model_type": "qwen3", "num_hidden_layers": 2, "attention_bias": True}
     config = {"architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3", **more}
     config = {**config, "transformer_layer_config": layer, **SPECULATORS}

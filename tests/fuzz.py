@@ -2,17 +2,16 @@
 
     python tests/fuzz.py [--seconds 60] [--cases N] [--seed N] [--backend simt] [--only NAME ...]
 
-Run by `make fuzz`. Hypothesis takes a valid call of `calls` and changes one to three of its
-arguments: values, shapes, strides, dtypes, devices, types; and torch's default dtype. A finding is
+Run by `make fuzz`. Hypothesis changes up to three arguments of a valid call (values, shapes, strides, dtypes, devices,
+types), or torch's default dtype. A finding is
 
-- another exception than ValueError, TypeError or NotImplementedError, or one whose message names no argument;
-- a write outside of the arguments' memory, or to an argument that the function only reads;
-- a token, node or slot in the result that does not exist;
-- a call that takes too long or too much memory, or that kills the process.
+- an exception other than ValueError, TypeError or NotImplementedError, or without an argument's name;
+- a write out of bounds, or to an argument that is only read;
+- a result's token, node or slot that does not exist;
+- too much time or memory, or a crash.
 
-A finding is shrunk to the smallest change that shows it and printed; the search goes on with the other functions, and
-the exit status is 1. The calls run in a process of their own, which says before each call what it is about to do, so
-that a crash is reported too.
+It is shrunk and printed; the search continues with other functions, and exits with 1. A child process announces and
+makes the calls, so that crashes are reported.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ from pagedtree.distributed.group import GroupError
 from pagedtree.testing import use_backend
 
 REFUSALS = (ValueError, TypeError, NotImplementedError, GroupError)
-GUARD = 256  # bytes before and after the memory of an argument
+GUARD = 256  # bytes around an argument
 SECONDS_A_CALL = 30
-MEMORY = 4 << 30  # bytes, beyond what the process has at its start
-ROUND = 500  # calls between two looks at the clock
+MEMORY = 4 << 30  # bytes beyond those at the start
+ROUND = 500  # calls between checks of the time
 
 INTEGERS = (0, 1, -1, 2, -2, 3, 7, 63, 2**15, 2**31 - 1, 2**31, -(2**31), 2**32, 2**62, 2**63 - 1, -(2**63))
 FLOATS = (0.0, -0.0, 1.0, -1.0, 0.5, 1e-45, 1e30, -1e30, float("inf"), float("-inf"), float("nan"))
@@ -64,11 +63,11 @@ DTYPES = (
 Path_ = tuple[Any, ...]
 
 
-# ---- where the values of a call are
+# ---- paths of a call's values
 
 
 def places(value: Any, path: Path_ = ()) -> Iterator[Path_]:
-    """Every value of a call, whole and in parts."""
+    """Yields the paths of all values and their parts."""
     if path:
         yield path
     for key, part in parts_of(value):
@@ -76,7 +75,7 @@ def places(value: Any, path: Path_ = ()) -> Iterator[Path_]:
 
 
 def open_places(call: Call) -> Iterator[Path_]:
-    """The places where a caller may pass what he likes; a number in a TreeBatch comes from what made the batch."""
+    """Yields paths that callers control; a TreeBatch's integers are its maker's."""
     for path in places(call.arguments):
         inner = at(call.arguments, path[:-1])
         is_own = dataclasses.is_dataclass(inner) and not isinstance(at(call.arguments, path), Tensor)
@@ -167,7 +166,7 @@ def hostile_type(draw: Callable[..., Any], value: Any) -> tuple[str, Any]:
 
 
 def hostile(draw: Callable[..., Any], value: Any, keeps_type: bool) -> tuple[str, Any]:
-    """(what was done, the new value)."""
+    """Returns (description, new value)."""
     if isinstance(value, Tensor):
         return hostile_tensor(draw, value, keeps_type)
     if isinstance(value, bool) or value is None:
@@ -185,11 +184,11 @@ def hostile(draw: Callable[..., Any], value: Any, keeps_type: bool) -> tuple[str
     return hostile_type(draw, value)
 
 
-# ---- what a call may not do
+# ---- forbidden effects
 
 
 class Guarded:
-    """Copies of tensors between guard bytes; `check` raises AssertionError where a call wrote what it must not."""
+    """Copies tensors between guard bytes; `check` asserts that only allowed ones were written."""
 
     def __init__(self, call: Call) -> None:
         self.memory: dict[int, Tensor] = {}
@@ -221,7 +220,7 @@ class Guarded:
 
 
 def check_result(result: Any, tokens: Any = None) -> None:
-    """Tokens, if given of these, and nodes exist; nothing is read from a result that has no values."""
+    """Asserts that tokens (of `tokens`, if given) and nodes exist; skips meta results."""
     if any(t.device.type == "meta" for t in tensors_of(result)):
         return
     if isinstance(result, pt.Verdict):
@@ -242,14 +241,14 @@ def run(call: Call) -> None:
     keys = {str(key) for path in places(call.arguments) for key in path}
     try:
         check_result(call.function(**guarded.arguments), call.arguments.get("tokens"))
-    except (MemoryError, torch.OutOfMemoryError):  # a size that was asked for
+    except (MemoryError, torch.OutOfMemoryError):  # a legitimate size
         pass
     except REFUSALS as error:
         words = set(re.findall(r"\w+", str(error)))
         named = words & keys or "meta" in words or any(f"{name}:" in str(error) for name in dir(pt))
         assert named, f"names no argument: {type(error).__name__}: {error}"
     except Exception as error:
-        # Torch's own refusals to write to such tensors.
+        # Torch's refusals to write to such tensors.
         if any(words in str(error) for words in ("requires grad", "more than one element of the written-to tensor")):
             return
         raise AssertionError(f"{type(error).__name__}: {error}") from error
@@ -266,7 +265,7 @@ class Finding(Exception):
 
 
 def search(cases: int, seed_: int, only: Sequence[str], say: Callable[[str], None]) -> int:
-    """Makes so many calls and returns their number; raises the shrunk Finding if there is one."""
+    """Makes `cases` calls; returns their number, or raises a shrunk Finding."""
     made = 0
 
     @seed(seed_)
@@ -287,7 +286,7 @@ def search(cases: int, seed_: int, only: Sequence[str], say: Callable[[str], Non
         changes = []
         for _ in range(data.draw(st.integers(1, 3))):
             places_left = list(open_places(call))
-            if not places_left:  # all are without values
+            if not places_left:  # all without values
                 break
             path = data.draw(st.sampled_from(places_left))
             is_field = dataclasses.is_dataclass(at(call.arguments, path[:-1]))
@@ -295,7 +294,7 @@ def search(cases: int, seed_: int, only: Sequence[str], say: Callable[[str], Non
             where = ".".join(map(str, path))
             try:
                 call.arguments = changed(call.arguments, path, new)
-            except REFUSALS:  # a SamplingParams that refuses the value by itself
+            except REFUSALS:  # by SamplingParams itself
                 continue
             changes.append(f"{where}: {said}")
         default = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
@@ -321,10 +320,10 @@ def limit_memory() -> None:
 
 
 def work(arguments: argparse.Namespace) -> int:
-    """Runs in the process that makes the calls; the file `arguments.last` says what it is about to do."""
-    warnings.simplefilter("ignore")  # about values that a hostile dtype cannot hold
+    """Makes the child's calls, announced in the file `arguments.last`."""
+    warnings.simplefilter("ignore")  # values beyond hostile dtypes
     only = list(arguments.only or calls.names())
-    for name in only:  # a first call loads libraries, which are not its own memory; and valid calls must be accepted
+    for name in only:  # loads libraries before memory counts; valid calls must pass
         run(calls.make(name))
     if not arguments.no_memory_limit:
         limit_memory()
@@ -375,7 +374,7 @@ def main() -> int:
         command = [sys.executable, __file__, *sys.argv[1:], "--seed", str(arguments.seed), "--last", last.name]
         status = subprocess.run(command, check=False).returncode
         text = last.read()
-    if text:  # of a call that did not end
+    if text:  # the unfinished call
         print(f"the process ended with status {status} in {text}")
     return min(abs(status), 1)
 

@@ -1,4 +1,4 @@
-"""Tiny models with random weights, what they generate by themselves, and drafters of any quality."""
+"""Tiny random models, their own texts, and drafters of any quality."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pagedtree.integrations.transformers import PagedCache, generate
 
 IS_5 = int(transformers.__version__.split(".")[0]) >= 5
 VOCAB = 128
-# No token ends, begins or fills a text.
+# No token ends, begins or pads a text.
 NO_TOKENS = dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"))
 NEW_TOKENS = 20
 LENGTHS = (5, 17, 1, 33)
@@ -41,12 +41,12 @@ TINY = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 64,
-    "initializer_range": 0.2,  # otherwise greedy text repeats one token
+    "initializer_range": 0.2,  # less, and greedy text repeats one token
     **NO_TOKENS,
 }
 SAMPLING = SamplingParams(temperature=0.8, top_p=0.95)
 
-# Mistral's window, Gemma 2's softcap and alternating windows, the sinks of gpt-oss and its alternating windows.
+# Mistral's window; Gemma 2's softcap, alternating windows; gpt-oss's sinks, alternating windows.
 MODELS = {
     "full": (LlamaForCausalLM, LlamaConfig, {}),
     "window": (MistralForCausalLM, MistralConfig, {"sliding_window": 9}),
@@ -57,7 +57,7 @@ MODELS = {
             "sliding_window": 9,
             "query_pre_attn_scalar": 64,
             "attn_logit_softcapping": 3.0,
-            "tie_word_embeddings": False,  # otherwise every token predicts itself
+            "tie_word_embeddings": False,  # tied, every token predicts itself
             "attn_implementation": "eager",
         },
     ),
@@ -81,7 +81,7 @@ def tiny(seed: int, kind=LlamaForCausalLM, config=LlamaConfig, **options):
 
 
 def gpt2(num_positions, seed=0):
-    """A model with a table of so many positions."""
+    """Builds a model of `num_positions`."""
     torch.manual_seed(seed)
     sizes = {"vocab_size": VOCAB, "n_embd": 128, "n_layer": 2, "n_head": 2, "n_positions": num_positions}
     config = GPT2Config(**sizes, initializer_range=0.2, eos_token_id=None, bos_token_id=None)
@@ -89,7 +89,7 @@ def gpt2(num_positions, seed=0):
 
 
 def tiny_of(name: str, **options):
-    """One of MODELS, on its own attention."""
+    """Builds one of MODELS with its own attention."""
     kind, config, fields = MODELS[name]
     model = tiny(0, kind, config, **fields, **options)
     if name == "sinks":
@@ -99,7 +99,7 @@ def tiny_of(name: str, **options):
 
 
 def tiny_eagle(model):
-    """An EAGLE-3 head with random weights for a tiny model, on its first two layers; it drafts the even tokens."""
+    """Builds a random EAGLE-3 head on two layers; it drafts even tokens."""
     torch.manual_seed(2)
     hidden = model.config.hidden_size
     sizes = {"hidden_size": hidden, "intermediate_size": 64, "num_attention_heads": hidden // 64, "vocab_size": VOCAB}
@@ -108,14 +108,13 @@ def tiny_eagle(model):
 
 
 def tiny_heads(model, num_heads=3, std=0.05):
-    """Medusa heads with random weights for a tiny model."""
     heads = MedusaHeads(model.config.hidden_size, num_heads, model.lm_head)
     torch.nn.init.normal_(heads.weight, std=std, generator=torch.Generator().manual_seed(3))
     return heads.to(model.lm_head.weight)
 
 
 def words(count):
-    """A tokenizer of w0, w1, ... with blanks between them."""
+    """Builds a tokenizer of w0, w1, ... between blanks."""
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(count)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
@@ -131,7 +130,7 @@ def greedy(model, prompt, count=NEW_TOKENS, **options):
 
 
 def seeded(model, prompt, seed, params=SAMPLING, count=NEW_TOKENS):
-    """Plain decoding with `sample`, on the model's own attention; a list of seeds gives a list of texts."""
+    """Decodes by `sample` on the model's own attention; a list of seeds returns a list of texts."""
     seeds = torch.tensor(seed).view(-1)
     rows = prompt.expand(len(seeds), -1)
     for _ in range(count):
@@ -147,14 +146,14 @@ def lists(sequences):
 
 
 def generated(model, drafter=None, prompts=None, count=NEW_TOKENS, **options):
-    """The texts of `generate` as lists, with prompts of LENGTHS where no others are given, and its statistics."""
+    """Returns `generate`'s texts as lists, by default for LENGTHS, and statistics."""
     prompts = prompts_of(LENGTHS) if prompts is None else prompts
     sequences, stats = generate(model, prompts, drafter=drafter, max_new_tokens=count, **options)
     return lists(sequences), stats
 
 
 def poisoned_caches(monkeypatch):
-    """Fills caches with NaN when they are made; returns the set of their shapes, of K and whether there are V."""
+    """Fills new caches with NaN; returns the set of (K shape, has V)."""
     layer, shapes = PagedCache.layer, set()
 
     def poisoned(cache, index, k, v):
@@ -171,13 +170,13 @@ def poisoned_caches(monkeypatch):
 
 
 def room_of(result):
-    """Tells how deep each sequence's nodes of a `StepResult` may be: its last token is generated, but never read."""
-    starts = result.start[: len(result.sequences)].tolist()  # captured steps have idle rows
+    """Returns each sequence's greatest node depth: its last token is never read."""
+    starts = result.start[: len(result.sequences)].tolist()  # without idle rows
     return [s.max_length - 2 - start for s, start in zip(result.sequences, starts, strict=True)]
 
 
 class Oracle:
-    """Knows the texts; with probability `hit` the right token is at the last child of a node."""
+    """Knows the texts: a node's last child is right with probability `hit`."""
 
     tree = DraftTree.full([2, 2, 1])
 
@@ -201,7 +200,7 @@ class Oracle:
 
 
 def holds_in_a_child(check):
-    """Tells whether check() is true in a forked process, which has no other thread and a minute's time."""
+    """Returns check() of a forked, single-threaded process, within a minute."""
     child = os.fork()
     if child == 0:
         signal.alarm(60)
@@ -218,7 +217,7 @@ def common_prefix(a, b):
 
 
 class Hostile:
-    """Malformed trees of tokens outside the vocabulary, a different shape every time; the roots are in order."""
+    """Drafts malformed trees of varying shape, with invalid tokens but valid roots."""
 
     max_nodes = 8
 
@@ -235,7 +234,7 @@ class Hostile:
 
 
 def check_the_model_is_as_it_was(model):
-    """Also within a call, where somebody runs it, and after a failure."""
+    """Checks the model within a call and after a failure."""
     tokens = prompts_of((9,))[0][None]
     with torch.no_grad():
         expected = model(tokens).logits

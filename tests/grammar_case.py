@@ -1,4 +1,4 @@
-"""What the tests of grammars share: a vocabulary, random trees of drafts, masks from one plain run for each path."""
+"""Grammar tests' vocabulary, random drafts, and masks by a plain run per path."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ VOCAB: list[bytes] = [b"<eos>", *(bytes([byte]) for byte in _BYTES), *(word.enco
 
 
 class Rules(Protocol):
-    """What a grammar engine says after one text, asked by its own functions: `after(text)`."""
+    """A grammar engine's own answer: `after(text)`."""
 
     def __call__(self, text: Sequence[int]) -> set[int] | None:
-        """The tokens that may follow; none where the grammar has ended; None where it forbids the text."""
+        """Returns the next tokens; none after the end; None for invalid text."""
 
 
 def bits(row: Tensor | np.ndarray) -> set[int]:
@@ -32,7 +32,7 @@ def bits(row: Tensor | np.ndarray) -> set[int]:
 
 
 def path_of(tree: DraftTree, node: int) -> list[int]:
-    """Its nodes below the root, itself the last."""
+    """Returns the nodes from below the root to `node`."""
     path: list[int] = []
     while node > 0:
         path.insert(0, node)
@@ -43,12 +43,12 @@ def path_of(tree: DraftTree, node: int) -> list[int]:
 def expected_rows(
     after: Rules, text: Sequence[int], tree: DraftTree, tokens: Sequence[int], stop: Sequence[int], vocab: int, own: int
 ) -> list[set[int]]:
-    """The sets of tokens that the rows of a tree allow; own: the grammar's vocabulary, vocab: the logits'."""
+    """Returns rows' allowed tokens; own: the grammar's vocabulary, vocab: the logits'."""
     every, rows = set(range(min(vocab, own))), []
     for node in range(tree.num_nodes):
         path = [tokens[i] for i in path_of(tree, node)]
         inside = all(0 <= token < min(vocab, own) for token in path)
-        # Nothing comes behind the end of a grammar, not even one more stop token.
+        # Nothing follows a grammar's end, not even a stop token.
         begun = all(after([*text, *path[:i]]) for i in range(len(path))) if inside else False
         allowed = after([*text, *path]) if begun else None
         rows.append(every if allowed is None else allowed & every or set(stop) & every)
@@ -56,7 +56,7 @@ def expected_rows(
 
 
 def random_drafts(rng: np.random.Generator, after: Rules, text: Sequence[int], tree: DraftTree) -> list[int]:
-    """Mostly what the grammar allows; else any token, among them ids that are none."""
+    """Draws mostly allowed tokens, else any, invalid ones included."""
     tokens = [-1] * tree.num_nodes
     for node in range(1, tree.num_nodes):
         allowed = after([*text, *(tokens[i] for i in path_of(tree, node)[:-1])])
@@ -68,7 +68,7 @@ def random_drafts(rng: np.random.Generator, after: Rules, text: Sequence[int], t
 
 
 def random_text(rng: np.random.Generator, after: Rules, length: int) -> list[int]:
-    """A text that the grammar allows, without its end."""
+    """Draws valid unfinished text."""
     text: list[int] = []
     while len(text) < length:
         choices = sorted((after(text) or set()) - {EOS})
@@ -91,8 +91,7 @@ def batch_of(
 
 
 class Parity(DepthFirstMatcher):
-    """A toy grammar over 40 tokens: each token has another parity than the one before, the first is odd; 0 ends an
-    even number of tokens, of which there are six at most. After a 39, nothing but 1 fits."""
+    """A toy grammar over 40 tokens: parities alternate from odd; 0 ends two, four or six tokens; only 1 follows 39."""
 
     vocab_size, stop_token_ids = 40, (EOS,)
 

@@ -1,4 +1,4 @@
-"""A stand-in for captured CUDA graphs, on any device: it records ops with their tensors and runs them again."""
+"""Replaces captured CUDA graphs on any device: records ops and replays them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pagedtree._ops import Prepared
 
 
 class Graph:
-    """Stands in for torch.cuda.CUDAGraph: nothing of Python runs at a replay, and all tensors stay where they were."""
+    """Replaces torch.cuda.CUDAGraph: replays run no Python and keep addresses."""
 
     replays = 0
 
@@ -29,7 +29,7 @@ class Graph:
 
 
 class Recording(TorchDispatchMode):
-    """Stands in for torch.cuda.graph, which raises where the host reads what the device has computed."""
+    """Replaces torch.cuda.graph; like it, raises if the host reads device results."""
 
     def __init__(self, graph: Graph, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Recording(TorchDispatchMode):
 
 
 def use_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(Prepared, "__del__")  # a graph does not ask whether what it has launched with is still there
+    monkeypatch.delattr(Prepared, "__del__")  # a replay needs no prepared call
     monkeypatch.setattr(Graph, "replays", 0)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", Recording)

@@ -1,4 +1,4 @@
-"""A pytest plugin: Torch's device "cuda" in the host's memory (simt/host_cuda.cpp). For `run_host_cuda.sh`."""
+"""A pytest plugin for `run_host_cuda.sh`: Torch's "cuda" in host memory (simt/host_cuda.cpp)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import ctypes
 import functools
 import os
 
-ctypes.CDLL(os.environ["HOST_CUDA"], ctypes.RTLD_GLOBAL)  # Torch asks for a device's hooks only once, early
+ctypes.CDLL(os.environ["HOST_CUDA"], ctypes.RTLD_GLOBAL)  # Torch queries hooks once, early
 
 import torch  # noqa: E402
 
 ANSWERS = {
-    torch: {"compile": functools.partial(torch.compile, backend="aot_eager")},  # inductor would compile for a GPU
+    torch: {"compile": functools.partial(torch.compile, backend="aot_eager")},  # inductor would target a GPU
     torch.cuda: {
         "_initialized": True,
         "_lazy_init": lambda: None,

@@ -1,4 +1,4 @@
-"""Tensors of more than 2^32 elements in sparse memory, of which only what is written is backed."""
+"""Tensors beyond 2^32 elements in sparse memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ NO_RESERVE = 0x4000  # MAP_NORESERVE
 
 
 def sparse(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros with these strides."""
     elements = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + 1
     assert elements > 1 << 32
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE

@@ -1,4 +1,4 @@
-"""Tiny models of recurrent and attention layers with random weights, four layers each."""
+"""Tiny random models of recurrent and attention layers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LATENT = {
     "n_group": 1,
     "topk_group": 1,
 }
-# time_step_min: Nemotron-H bounds dt from below in prompts, but not in generated tokens.
+# time_step_min: Nemotron-H bounds dt in prompts, not in generated tokens.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3Next", {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 32}),
     "qwen3_5": ("Qwen3_5", DELTA),
@@ -75,16 +75,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def tiny_hybrid(name: str = "qwen3_next", **options: Any) -> Any:
-    """One of MODELS on its own attention, in fp32."""
+    """Builds one of MODELS with its own attention, in fp32."""
     kind, fields = MODELS[name]
     text = getattr(transformers, f"{kind}TextConfig", None)
     config = (text or getattr(transformers, f"{kind}Config"))(**{**TINY, **fields, **options})
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     for parameter_name, parameter in model.named_parameters():
-        if parameter.ndim > 1 and not parameter_name.endswith("A_log"):  # otherwise greedy text repeats one token
+        if parameter.ndim > 1 and not parameter_name.endswith("A_log"):  # else greedy text repeats one token
             torch.nn.init.normal_(parameter, std=0.5 if "conv1d" in parameter_name else 0.2)
-        elif parameter_name.endswith("A_log"):  # so that a state is remembered
+        elif parameter_name.endswith("A_log"):  # keeps states alive
             torch.nn.init.uniform_(parameter, -3.0, 0.0)
         elif parameter_name.endswith(("dt_bias", "bias", ".D")):
             torch.nn.init.normal_(parameter, std=0.5)

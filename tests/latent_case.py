@@ -1,4 +1,4 @@
-"""Tiny models of latent attention with random weights, their latents as wide as the released models'."""
+"""Tiny random models of latent attention, latents of released width."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ YARN = {
     "mscale": 0.7,
     "mscale_all_dim": 1.0,
 }
-# Every way in which these models rotate, scale and project; the first layer is dense, the others have experts.
+# Every rotation, scale and projection; the first layer is dense, others have experts.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("DeepseekV3", {"num_hidden_layers": 4, "first_k_dense_replace": 1}),
     "deepseek_v3, halves": ("DeepseekV3", {"rope_interleave": False, "first_k_dense_replace": 1, "q_lora_rank": None}),
@@ -53,15 +53,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def tiny_latent(name: str = "deepseek_v3", **options: Any) -> Any:
-    """One of MODELS on its own attention, in fp32."""
+    """Builds one of MODELS with its own attention, in fp32."""
     kind, fields = MODELS[name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**{**TINY, **fields, **options})
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     for parameter_name, parameter in model.named_parameters():
-        if parameter.ndim > 1:  # otherwise greedy text repeats one token
+        if parameter.ndim > 1:  # else greedy text repeats one token
             torch.nn.init.normal_(parameter, std=0.2)
-        elif "layernorm" in parameter_name:  # so that a norm left out shows
+        elif "layernorm" in parameter_name:  # reveals an omitted norm
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     for module in model.modules():
         if hasattr(module, "e_score_correction_bias"):

@@ -1,4 +1,4 @@
-"""Whole steps with tables as models: `expand_tree` drafts, a rule verifies; and how far the text is off the target."""
+"""Whole steps on tables as models: `expand_tree` drafts, a rule verifies; the text's distance from the target."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from pagedtree.distributed import VocabShards
 VOCAB, LENGTH = 3, 3
 LIMIT = 6.0
 
-# Next-token distributions after each token and, last, after the prompt. In the first pair they do not depend on
-# the text, and the drafter prefers what the target does not.
+# Next-token distributions after each token, and last after the prompt. The first pair ignores the text, and its drafter
+# prefers unlikely tokens.
 FLAT = torch.tensor([[0.5, 0.3, 0.2]]).expand(VOCAB + 1, -1), torch.tensor([[0.2, 0.3, 0.5]]).expand(VOCAB + 1, -1)
 _generator = torch.Generator().manual_seed(4)
 MARKOV = tuple(torch.randn(VOCAB + 1, VOCAB, generator=_generator).mul(1.2).softmax(-1) for _ in range(2))
@@ -56,7 +56,7 @@ def grown(
     branching: list[int],
     expand: Callable[..., DraftState],
 ) -> Draft:
-    """Trees in which every node of a level has `branching[level]` children."""
+    """Grows trees with `branching[level]` children per node."""
     state = start_draft(roots, max_kv_nodes=1 + sum(prod(branching[:i]) for i in range(1, len(branching))))
     sampling = {"params": SamplingParams(), "seeds": seeds, "positions": positions} if law != "topk" else {}
     for level, children in enumerate(branching):
@@ -93,10 +93,7 @@ def first_tokens(
     shards: VocabShards | None = None,
     params: SamplingParams | None = None,
 ) -> tuple[Tensor, float]:
-    """[count, LENGTH] tokens of as many sequences, and how many drafts a step accepted on average.
-
-    The penalties of `params` look at the tokens so far.
-    """
+    """Returns tokens [count, LENGTH], and mean accepted drafts per step; penalties of `params` count tokens so far."""
     target, draft_table = (table.to(device) for table in MODELS[model])
     seeds = torch.arange(count, device=device) * 7 + 1
     tokens = torch.full((count, 2 * LENGTH + len(branching)), -1, device=device)
@@ -104,8 +101,7 @@ def first_tokens(
     roots = torch.full((count,), VOCAB, device=device)
     accepted = []
     while bool((lengths < LENGTH).any()):
-        # `verify_block` and `verify_traversal` ask for this: every step draws its drafts with seeds of its own. The
-        # noise of "coupled" is that of verification.
+        # `verify_block` and `verify_traversal` need new draft seeds each step; "coupled" shares verification's.
         draft_seeds = seeds if law == "coupled" else seeds + 0x5851F42D4C957F2D * (lengths + 1)
         draft = grown(draft_table, roots, lengths, draft_seeds, law, branching, expand)
         said = None if params is None else options_of(tokens, lengths)
@@ -117,14 +113,14 @@ def first_tokens(
         places = (lengths[:, None] + steps).clamp(max=tokens.shape[1] - 1)
         rows = torch.arange(count, device=device)[:, None].expand_as(places)
         tokens[rows[emitted], places[emitted]] = verdict.tokens[emitted]
-        # Those that have all their tokens take the same step again, which changes none of the first LENGTH.
+        # Finished sequences repeat their step, keeping the first LENGTH tokens.
         lengths = torch.where(lengths < LENGTH, lengths + verdict.num_accepted + 1, lengths)
         roots = tokens.gather(1, lengths[:, None] - 1)[:, 0]
     return tokens[:, :LENGTH].cpu(), float(np.mean(accepted))
 
 
 def options_of(tokens: Tensor, lengths: Tensor) -> RequestOptions:
-    """Makes the options for which the first `lengths` of each row's tokens count."""
+    """Counts the first `lengths` of each row's tokens."""
     places = torch.arange(tokens.shape[1], device=tokens.device)
     is_said = places < lengths[:, None]
     counts = torch.zeros(len(tokens), VOCAB, dtype=torch.int32, device=tokens.device)
@@ -132,7 +128,7 @@ def options_of(tokens: Tensor, lengths: Tensor) -> RequestOptions:
 
 
 def off_the_target(tokens: Tensor, model: str, params: SamplingParams | None = None) -> float:
-    """Chi-square of the first three tokens less its mean, in standard deviations."""
+    """Returns the tokens' chi-square less its mean, in standard deviations."""
     expected = np.ones([VOCAB] * LENGTH)
     for length in range(LENGTH):
         for prefix in np.ndindex(*[VOCAB] * length):

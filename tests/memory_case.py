@@ -1,5 +1,3 @@
-"""How much memory the process keeps."""
-
 from __future__ import annotations
 
 import ctypes
@@ -22,21 +20,21 @@ LIBC.mallinfo2.restype = MallocState
 
 
 def allocated() -> int:
-    """The bytes that the process has from malloc and has not given back."""
-    gc.collect(1)  # what the last calls left; to look through everything takes longer than the calls
+    """Returns malloc's used bytes."""
+    gc.collect(1)  # full collections take longer than the calls
     state = LIBC.mallinfo2()
     return int(state.uordblks + state.hblkhd)
 
 
 def resident() -> int:
-    """The bytes of the process that are in memory, without those that malloc keeps for later."""
+    """Returns resident bytes after a trim."""
     gc.collect()
     LIBC.malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def growth(call: Callable[[], Any], count: int, measure: Callable[[], int], warm_up: int = 100) -> float:
-    """Bytes for each of `count` calls, after others that fill the caches."""
+    """Returns bytes per call once `warm_up` calls have filled caches."""
     for _ in range(warm_up):
         call()
     before = measure()

@@ -1,4 +1,4 @@
-"""Multi-token prediction layers with random weights, in the forms in which models ship them."""
+"""Random multi-token prediction layers in released forms."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def tiny_qwen():
     return tiny(0, Qwen3ForCausalLM, Qwen3Config, **SIZES)
 
 
-# For each form: a target, the prefix of the layer's tensors, and their names.
+# Form -> target, prefix and names of the layer's tensors.
 FORMS = {
     "deepseek_v3": (lambda: tiny_latent("deepseek_v3"), "model.layers.4.", DEEPSEEK),
     "glm4_moe": (tiny_glm, "model.layers.3.", DEEPSEEK),
@@ -52,18 +52,18 @@ FORMS = {
 
 
 def random_head(model, name=""):
-    """A layer of the target's kind; that of MiMo reads the state first."""
+    """Builds the target's kind of layer; MiMo's reads the state first."""
     return randomised(MtpHead(model, is_state_first=name == "mimo")).requires_grad_(True)
 
 
 def write_layer(model, head, name, folder):
-    """A folder as the model's maker has it: config.json, tensors of the target, and those of the layer."""
+    """Writes a released folder: config.json, tensors of target and layer."""
     _, prefix, names = FORMS[name]
     tensors = {"model.norm.weight": model.get_decoder().norm.weight}
     for label, tensor in head.state_dict().items():
         part, _, suffix = label.partition(".")
         tensors |= _one_by_one(f"{prefix}{names[part]}{'' if part == 'layer' else '.'}{suffix}", tensor)
-    if names is DEEPSEEK:  # it repeats what it shares with the model
+    if names is DEEPSEEK:  # repeats shared tensors
         tensors[f"{prefix}embed_tokens.weight"] = model.get_input_embeddings().weight
         tensors[f"{prefix}self_attn.rotary_emb.inv_freq"] = torch.ones(32)
         tensors[f"{prefix}shared_head.head.weight"] = model.get_output_embeddings().weight
@@ -75,7 +75,7 @@ def write_layer(model, head, name, folder):
 
 
 def _one_by_one(name, tensor):
-    """The matrices of experts, which checkpoints have one by one."""
+    """Splits experts' matrices as checkpoints do."""
     base, _, kind = name.rpartition(".")
     if not base.endswith("experts"):
         return {name: tensor}

@@ -1,4 +1,4 @@
-"""A mutant: a place of the sources as somebody once got it wrong."""
+"""A mutant: a mistake once made in the sources."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ CASES = "tests/ops/test_cases.py"
 
 @dataclass(frozen=True)
 class Mutant:
-    """`line` of csrc/`file` becomes `broken`; one of `tests` whose names have `only` must fail on the backend.
+    """`line` of csrc/`file` becomes `broken`; one of `tests` that match `only` must fail on the backend.
 
-    With the backend "python" the file is one of python/pagedtree, and nothing is built.
+    For backend "python" the file is in python/pagedtree, and nothing is built.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Places of the sources and what somebody once wrote there by mistake, each with the tests that notice it."""
+"""Mistakes once made in the sources, and tests that find them."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Breaks the sources in every way that somebody has once got them wrong, and shows that the tests notice each.
+"""Repeats mistakes once made in the sources; tests must find each.
 
     python tests/mutants.py [NAME ...]
 
-Run by `make test-mutations` after a build. A mutant is one place of the sources changed in a copy of csrc or python.
-The copy is built, verification for the CPU (portable only) and two attention kernels for simt, and the tests named run
-on it until one fails. A mutant that survives is an error, and so is a place that is not there any more.
+Run by `make test-mutations` after a build. Each mutant changes one place in a copy of csrc or python, builds it
+(verification for the CPU, portable only; two attention kernels for simt), and runs its tests until one fails. A
+surviving mutant or missing place is an error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BUILD = ROOT / "build" / "mutants"
 
 
 def build(backend: str) -> None:
-    """The backend's library from the sources in BUILD / csrc, into the copied package."""
+    """Builds the backend's library from BUILD / csrc into the package's copy."""
     if backend == "python":
         return
     tree, library = BUILD / backend, f"pagedtree_{backend}"
@@ -31,7 +31,7 @@ def build(backend: str) -> None:
         options = ["-DPAGEDTREE_PYTHON=OFF", f"-DPython_EXECUTABLE={sys.executable}"]
         if backend == "simt":
             options += ["-DPAGEDTREE_SIMT=ON"]
-        else:  # as for another processor: without the x86 instruction sets there is one of each file to compile
+        else:  # another processor, without x86 instruction sets: one object per file
             options += ["-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=portable"]
         run("cmake", "-S", str(BUILD), "-B", str(tree), "-G", "Ninja", *options, PAGEDTREE_CUDA="0")
     run("cmake", "--build", str(tree), "--target", library, "--parallel", str(os.cpu_count()))
@@ -46,7 +46,7 @@ def run(*command: str, **environment: str) -> None:
 
 
 def failed_test(tests: tuple[str, ...], only: str) -> str | None:
-    """The first test that fails, None if all pass; other ends of a run are errors."""
+    """Returns the first failing test, None if all pass; other ends raise."""
     environment = {**os.environ, "PYTHONPATH": str(BUILD / "python"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-k", only, "-m", "not slow and not stats"]
     done = subprocess.run([*command, *tests], cwd=ROOT, env=environment, text=True, capture_output=True)
@@ -75,7 +75,7 @@ def main() -> None:
     survivors = []
     for i, mutant in enumerate(mutants):
         if i and mutant.backend != mutants[i - 1].backend:
-            build(mutants[i - 1].backend)  # unbroken again
+            build(mutants[i - 1].backend)  # restored
         start = time.monotonic()
         source = BUILD / ("python/pagedtree" if mutant.backend == "python" else "csrc") / mutant.file
         text = source.read_text()

@@ -1,4 +1,4 @@
-"""The mutants of attention on GPUs and of the choice of its engine."""
+"""Mutants of GPU attention and its engine's choice."""
 
 from __future__ import annotations
 

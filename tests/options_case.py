@@ -1,4 +1,4 @@
-"""A batch with every request option, and options of any values."""
+"""A batch with every request option; hostile options."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WEIGHED = [
 
 @dataclass
 class Case:
-    """A ragged batch with options; a sequence may be idle."""
+    """A ragged batch with options and idle sequences."""
 
     logits: Tensor
     drafts: Tensor
@@ -50,12 +50,12 @@ class Case:
 
     @property
     def params(self) -> SamplingParams:
-        """The penalties alone."""
+        """Returns the penalties alone."""
         return SamplingParams(**self.penalties)
 
 
 def batch_of(parents: list[list[int]], device: torch.device | str = "cpu", max_nodes: int = 8) -> TreeBatch:
-    """Trees, of no nodes among them."""
+    """Builds trees, also of no nodes."""
     sizes = torch.tensor([0, *map(len, parents)], dtype=torch.int32, device=device)
     flat = torch.tensor([node for tree in parents for node in tree], dtype=torch.int32, device=device)
     return build_trees(flat, sizes.cumsum(0, dtype=torch.int32), max_nodes=max_nodes, max_depth=max_nodes - 1)
@@ -67,10 +67,10 @@ def complete_case(seed: int) -> Case:
     likely, batch = torch.randperm(VOCAB, generator=generator)[:5], len(CHAINS)
 
     def tokens(*shape: int) -> Tensor:
-        """Likely tokens, so that drafts, counts, words and stop ids meet."""
+        """Draws likely tokens, so that drafts, counts, words, stop ids meet."""
         return likely[torch.randint(len(likely), shape, generator=generator)]
 
-    with use_backend("cpu"):  # a case is made on the host, whatever the test's backend
+    with use_backend("cpu"):  # cases are built on the host
         trees = batch_of(CHAINS)
     rows = trees.parents.numel()
     logits = torch.randn(rows, VOCAB, generator=generator)

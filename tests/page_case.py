@@ -1,5 +1,3 @@
-"""What the tests of the documents share."""
-
 from __future__ import annotations
 
 import re

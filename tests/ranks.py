@@ -1,4 +1,4 @@
-"""Processes of a gloo group that tests share: each runs the functions it is sent, for a group of the first ranks."""
+"""Shared gloo processes, which run functions for groups of the first ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 MOST_RANKS = 4
-TIMEOUT = 60.0  # seconds that a collective may take
+TIMEOUT = 60.0  # seconds per collective
 
 
 def serve(rank: int, num_ranks: int, folder: str, timeout: float, pipe: Any) -> None:
@@ -30,14 +30,14 @@ def serve(rank: int, num_ranks: int, folder: str, timeout: float, pipe: Any) -> 
             pipe.send(("done", function(groups[size], *arguments)))
         except Exception as error:
             pipe.send(("failed", (error, traceback.format_exc())))
-    os._exit(0)  # without waiting for the others
+    os._exit(0)  # does not wait for others
 
 
 class Ranks:
-    """`num_ranks` processes; `run` calls a function of a test module on the first of them."""
+    """`num_ranks` processes; `run` calls a test module's function on the first."""
 
     def __init__(self, folder: Path, num_ranks: int = MOST_RANKS, timeout: float = TIMEOUT) -> None:
-        # Forked from a process that has imported the slow modules once, and has nothing else.
+        # Forks from a process with only slow modules imported.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "pagedtree.distributed", "hypothesis", "pytest"])
         self.pipes, self.processes = [], []
@@ -51,7 +51,7 @@ class Ranks:
             assert self._answer(rank)[0] == "ready"
 
     def run(self, function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
-        """function(group, *arguments) on each rank of the group of `size`; raises what a rank raised."""
+        """Returns function(group, *arguments) by rank, or raises a rank's exception."""
         answers = self.outcomes(function, size, *arguments)
         for error in answers:
             if isinstance(error, Exception):
@@ -59,7 +59,7 @@ class Ranks:
         return answers
 
     def outcomes(self, function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
-        """The same; of a rank that raised, the exception; of one that died, None."""
+        """Returns results by rank: exceptions of failed ones, None of dead ones."""
         for pipe in self.pipes[:size]:
             pipe.send((function, size, arguments))
         outcomes = []
@@ -74,7 +74,7 @@ class Ranks:
 
     def close(self) -> None:
         for pipe in self.pipes:
-            with contextlib.suppress(OSError):  # it has ended already
+            with contextlib.suppress(OSError):  # already ended
                 pipe.send(None)
         for process in self.processes:
             process.join(timeout=10)

@@ -1,4 +1,4 @@
-"""Valid calls of every raw op, taken down while the public functions of `calls` make them."""
+"""Valid calls of every raw op, recorded from `calls`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ from pagedtree.testing import use_backend
 
 @dataclass
 class RawCall(Call):
-    """A call of an op; the arguments are those that were given, the others have the defaults of the schema.
-
-    Attributes:
-        name: the op's own, and its overload's where that is not the default one: "tree_attention.out".
-    """
+    """A call of an op; absent arguments have defaults; `name` includes an overload: "tree_attention.out"."""
 
     name: str = ""
 
@@ -35,11 +31,11 @@ class RawCall(Call):
         return {name: value for name, value in self.arguments.items() if isinstance(value, Tensor)}
 
     def tensor_arguments(self) -> list[str]:
-        """The names of all arguments that are tensors or None."""
+        """Lists arguments of type Tensor or optional Tensor."""
         return [argument.name for argument in self.function._schema.arguments if "Tensor" in str(argument.type)]
 
     def named_results(self) -> dict[str, Tensor]:
-        """Returns a copy's results, and the tensors among its arguments, which it may have written to."""
+        """Returns results and tensor arguments of a copy's call."""
         call = self.on_memory(Tensor.clone)
         found = {"result": call(), **call.arguments}
         return {f"{name}[{i}]": t for name, value in found.items() for i, t in enumerate(tensors_of(value))}
@@ -60,7 +56,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _kind(call: RawCall) -> str:
-    """Returns what is of interest in a call: which arguments it has, and of which types; it may differ in numbers."""
+    """Returns a call's present arguments and types, without numbers."""
     return str((call.name, [(key, _form(value)) for key, value in call.arguments.items() if value is not None]))
 
 
@@ -73,29 +69,29 @@ def _form(value: Any) -> Any:
 @cache
 def _taken_down() -> list[RawCall]:
     records: dict[str, RawCall] = {}
-    # Whatever else another test has made known: `generate` reads pages that nobody has written.
+    # Only these modules: `generate` reads unwritten pages.
     for name in calls.names("calls.ops", "calls.recurrent"):
         call = calls.make(name)
-        with use_backend("cpu"), _Recorder() as recorder:  # where its tensors are, whatever the test's backend is
+        with use_backend("cpu"), _Recorder() as recorder:  # where its tensors are
             call.function(**call.arguments)
         for raw in recorder.calls:
             records.setdefault(_kind(raw), raw)
     calls.ops.one_rank.cache_clear()
-    dist.destroy_process_group()  # other tests make one of their own
+    dist.destroy_process_group()  # other tests make theirs
     return [*records.values()]
 
 
 def raw_calls(device: torch.device | str = "cpu") -> list[RawCall]:
-    """At least one of each op, with its tensors on `device`."""
+    """Returns at least one call of each op on `device`."""
     return [call.on_memory(lambda memory: memory.to(device)) for call in copy.deepcopy(_taken_down())]
 
 
 def raw_call(name: str) -> RawCall:
-    """The first one of an op."""
+    """Returns an op's first call."""
     return next(call for call in raw_calls() if call.name == name)
 
 
 def op_names() -> list[str]:
-    """All raw ops but the private ones."""
+    """Lists all raw ops but private ones."""
     names = (name.split("::") for name in torch._C._dispatch_get_all_op_names())
     return sorted(name for namespace, name in names if namespace == "pagedtree" and not name.startswith("_"))

@@ -1,8 +1,6 @@
-"""What the CUDA backend's host code asks of the CUDA runtime, without a GPU: a runtime that writes it down
-(tests/runtime/recorded.cpp) takes the place of NVIDIA's.
+"""CUDA runtime calls by the backend's host code, without a GPU: tests/runtime/recorded.cpp replaces the runtime.
 
-`recorded_once()` runs this file in a process of its own: every op on a device of each kind, steps that engines capture,
-and ops of which a call of the runtime fails.
+`recorded_once()` runs this file in another process: every op on each kind of device, captured steps, failing calls.
 """
 
 from __future__ import annotations
@@ -34,11 +32,11 @@ UNKNOWN, ILLEGAL_ADDRESS = 999, 700  # cudaError_t
 
 @dataclass(frozen=True)
 class Device:
-    """A kind of GPU, after the table of compute capabilities in NVIDIA's CUDA programming guide.
+    """A kind of GPU, from NVIDIA's CUDA programming guide.
 
     Attributes:
-        capability: 90 for 9.0. num_sms: those of one GPU of the kind.
-        block_kilobytes: of shared memory that a CTA may ask for. sm_threads: that an SM holds.
+        capability: 90 for 9.0. num_sms: of one such GPU.
+        block_kilobytes: shared memory per CTA. sm_threads: per SM.
         largest_cluster: in CTAs, 1 without clusters.
     """
 
@@ -64,7 +62,7 @@ HOPPER = next(device for device in DEVICES if device.capability == 90)
 
 @dataclass(frozen=True)
 class Asked:
-    """One call of the runtime: its name, its arguments and what came of it, "ok", "refused" or "fails"."""
+    """A runtime call: name, arguments, and "ok", "refused" or "fails"."""
 
     name: str
     arguments: tuple[str, ...]
@@ -78,7 +76,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Launch:
-    """What the runtime was asked to start: `kernel` is the symbol."""
+    """A requested launch; `kernel` is the symbol."""
 
     kernel: str
     grid: tuple[int, ...]
@@ -101,18 +99,16 @@ class Launch:
 
 @dataclass
 class Recorded:
-    """What one process has written down.
+    """One process's record.
 
     Attributes:
-        lines: by the device's capability, every call of the runtime, each once.
-        errors: by the device's capability, what ops raised.
-        steps: by kind of step, the lines of each of STEPS steps.
-        failures: (op, the line of the call that failed, what the op raised, whether the runtime's error was read, what
-            the same call raises behind it).
-        threads: what ops raised that several threads call at once on a device that nobody has asked before.
-        maps: how many tensor maps are made for a cache, for the same, for a longer one at its address, for 4100 others,
-            and for that one again.
-        engines: of a call that could use wgmma, by what was planted, its lines and what it raised.
+        lines: distinct runtime calls, by capability.
+        errors: ops' exceptions, by capability.
+        steps: lines of STEPS steps, by kind.
+        failures: (op, failing call, exception, whether the runtime's error was read, exception of the repeated call).
+        threads: exceptions of concurrent ops on a new device.
+        maps: tensor maps made for a cache, again, for a longer one at its address, 4100 others, that one again.
+        engines: lines and exception of a call that could use wgmma, by planted condition.
     """
 
     lines: dict[str, list[str]] = field(default_factory=dict)
@@ -131,7 +127,7 @@ class Recorded:
 
 
 def recorded_once(temporary: Path) -> Recorded:
-    """What the recorder wrote down; skips the test where the build has none. `temporary` is pytest's folder."""
+    """Returns the record, or skips the test in builds without it; `temporary` is pytest's folder."""
     if not LIBRARY.exists():
         pytest.skip("libpagedtree_recorded.so was not built: make test CUDA=1")
     path = (temporary.parent if "PYTEST_XDIST_WORKER" in os.environ else temporary) / "recorded.json"
@@ -144,25 +140,23 @@ def recorded_once(temporary: Path) -> Recorded:
     return Recorded(**json.loads(path.read_text()))
 
 
-# ---- in the process of its own
+# ---- in the other process
 
 
 def copy_package(folder: Path) -> Path:
-    """Makes a package whose library of simt is the recorder, and returns that library."""
+    """Copies the package with the recorder as simt; returns its library."""
     package = ROOT / "python" / "pagedtree"
     libraries = folder / "pagedtree" / "lib"
     libraries.mkdir(parents=True)
     for entry in package.iterdir():
         if entry.name != "lib":
             (libraries.parent / entry.name).symlink_to(entry)
-    for name in ("libpagedtree_cpu.so", "libpagedtree_torch.so"):  # Torch follows links, and looks beside the file
+    for name in ("libpagedtree_cpu.so", "libpagedtree_torch.so"):  # Torch resolves links, then searches that folder
         shutil.copy(package / "lib" / name, libraries)
     return Path(shutil.copy(LIBRARY, libraries / "libpagedtree_simt.so"))
 
 
 class Recorder:
-    """Runs ops on the recorder."""
-
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
         self.library.recorded_calls.restype = ctypes.c_char_p
@@ -173,12 +167,12 @@ class Recorder:
         )
 
     def add(self, device: Device) -> int:
-        """The number of one more device of the kind, which has not been asked anything yet."""
+        """Adds an unused device of the kind; returns its number."""
         arguments = (device.capability, device.num_sms, device.block_kilobytes << 10, device.largest_cluster)
         return int(self.library.recorded_add_device(*arguments))
 
     def run(self, number: int, call: Callable[[], Any]) -> tuple[list[str], str]:
-        """The calls of the runtime, and what was raised."""
+        """Returns the runtime's calls and the exception."""
         from pagedtree.testing import use_backend
 
         self.library.recorded_use_device(number)
@@ -202,7 +196,7 @@ class Recorder:
 
     @contextmanager
     def beside_cpu(self, run: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
-        """Within it, `run` gets each of pagedtree's ops first; its results are those of the CPU backend."""
+        """Passes each op to `run`; the CPU backend computes results."""
         from torch.utils._python_dispatch import TorchDispatchMode
 
         from pagedtree.testing import use_backend
@@ -223,14 +217,14 @@ class Recorder:
 
 
 def calls_of_rare_kernels() -> Iterator[Callable[[], Any]]:
-    """Calls that reach kernels which no other call here reaches."""
+    """Yields calls of kernels that no other call reaches."""
     import raw_case
     import torch
 
     from pagedtree import append_kv, merge_states
 
     step = raw_case.raw_call("step_shards")
-    plain = dict(itertools.takewhile(lambda item: item[0] != "positions", step.arguments.items()))  # no options
+    plain = dict(itertools.takewhile(lambda item: item[0] != "positions", step.arguments.items()))  # without options
     for dtype in (torch.float16, torch.bfloat16):
         yield partial(step.function, **plain | {"logits": step.arguments["logits"].to(dtype)})
         rows, cache = torch.zeros(2, 1, 9, dtype=dtype)[..., 1:], torch.zeros(1, 4, 1, 8).to(torch.float8_e4m3fn)
@@ -241,7 +235,7 @@ def calls_of_rare_kernels() -> Iterator[Callable[[], Any]]:
 
 
 def run_ops(recorder: Recorder) -> None:
-    """Those of the tests' calls and of `python -m pagedtree check`."""
+    """Runs ops of the tests' calls and of check."""
     import raw_case
     import torch
 
@@ -253,12 +247,12 @@ def run_ops(recorder: Recorder) -> None:
     place = Place(torch.device("cpu"), "simt")
     for case in all_cases(place):
         if isinstance(case, Case) and case.group not in ("instructions", "capture", "shards"):
-            with recorder.beside_cpu(recorder.run_on_all), suppress(Exception):  # what ops raise has been written down
+            with recorder.beside_cpu(recorder.run_on_all), suppress(Exception):  # already recorded
                 case.run(place)
 
 
 def run_instructions(recorder: Recorder) -> None:
-    """Each one by itself, those of Hopper there."""
+    """Runs each instruction, Hopper's on Hopper."""
     import numpy as np
     import torch
 
@@ -267,7 +261,7 @@ def run_instructions(recorder: Recorder) -> None:
 
     place = Place(torch.device("cpu"), "simt")
     for table in (instructions.TABLE, instructions_sm90.TABLE):
-        if not instructions.has_table("simt", table):  # built without 9.0a
+        if not instructions.has_table("simt", table):  # a build without 9.0a
             continue
         items = instructions._items("simt", table)
         words = np.zeros((items.threads, items.in_words), np.uint32)
@@ -279,7 +273,7 @@ def run_instructions(recorder: Recorder) -> None:
 
 
 def run_steps(recorder: Recorder) -> None:
-    """Steps as they are captured, one after the other, on one device."""
+    """Runs captured steps on one device."""
     import torch
 
     from pagedtree.check.cases.capture import KINDS, Engine
@@ -297,12 +291,12 @@ def run_steps(recorder: Recorder) -> None:
 
 
 def run_failures(recorder: Recorder) -> None:
-    """Each op of the tests' calls once for each of its calls of the runtime, which fails."""
+    """Runs each op with each of its runtime calls failing."""
     import raw_case
 
     for call in raw_case.raw_calls():
         for i in itertools.count():
-            number = recorder.add(HOPPER)  # whose attributes are not known yet
+            number = recorder.add(HOPPER)  # with unknown attributes
             recorder.library.recorded_fail(i, UNKNOWN)
             lines, error = recorder.run(number, call)
             recorder.library.recorded_fail(-1, UNKNOWN)
@@ -314,7 +308,7 @@ def run_failures(recorder: Recorder) -> None:
 
 
 def run_threads(recorder: Recorder) -> None:
-    """All of the tests' calls at once, each time on a device that nobody has asked before."""
+    """Runs calls concurrently, each time on a new device."""
     import raw_case
 
     from pagedtree.testing import use_backend
@@ -334,7 +328,7 @@ def run_threads(recorder: Recorder) -> None:
 
 
 def run_maps(recorder: Recorder) -> None:
-    """Caches at one address, and at many others."""
+    """Uses caches at one address, and at many."""
     import torch
 
     from pagedtree import tree_attention
@@ -356,7 +350,7 @@ def run_maps(recorder: Recorder) -> None:
 
 
 def run_engines(recorder: Recorder, folder: str) -> None:
-    """A call of tiles that wgmma has, each time on a device that nobody has asked before."""
+    """Calls attention in wgmma's tiles, each time on a new device."""
     import torch
 
     from pagedtree import tree_attention
@@ -365,7 +359,7 @@ def run_engines(recorder: Recorder, folder: str) -> None:
 
     q, cache = torch.zeros(32, 8, 128).bfloat16(), torch.zeros(4, 64, 2, 128).bfloat16()
     page_table, ends = torch.arange(4, dtype=torch.int32)[None], torch.tensor([0, 32], dtype=torch.int32)
-    tensors = []  # so that each run has caches of its own, whose maps are new
+    tensors = []  # alive, so that each run needs new maps
 
     def run(name: str, engine: str, failing: int = -1, error: int = UNKNOWN) -> None:
         number = recorder.add(HOPPER)
@@ -379,7 +373,7 @@ def run_engines(recorder: Recorder, folder: str) -> None:
     with environment("PAGEDTREE_CACHE", folder):
         run("auto, not tested", "auto")
         store_verdict(facts("simt", torch.device("cpu")), PASSED)
-        recorder.library.recorded_calls()  # what facts() has asked
+        recorder.library.recorded_calls()  # drops calls by facts()
         run("auto, passed", "auto")
     run("wgmma", "wgmma")
     names = [Asked.read(line).name for line in recorder.found.engines["wgmma"][0]]

@@ -1,4 +1,4 @@
-"""Layers with a recurrent state, on trees and sequences, for the tests of their ops."""
+"""Layers with a recurrent state, on trees and sequences."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from torch import Tensor
 import pagedtree as pt
 from pagedtree import TreeBatch, build_trees
 
-PLAIN = torch.float32  # where a test has no dtype of its own
+PLAIN = torch.float32  # default dtype
 
 
 @pytest.fixture(autouse=True)
 def plain_dtype(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For files that import it: float32 is the cpu backend's."""
+    """Sets PLAIN for importing files: only the cpu backend has float32."""
     if backend != "cpu":
         monkeypatch.setattr(sys.modules[__name__], "PLAIN", torch.float16)
 
 
 def trees_of(sizes: list[int], seed: int = 0, *, reach: int = 9, padding: int = 0) -> TreeBatch:
-    """Random trees; a node's parent is one of the `reach` nodes before it."""
+    """Draws trees; a parent is among the `reach` nodes before."""
     generator, parents = torch.Generator("cpu").manual_seed(seed), []
     for size in sizes:
         for i in range(size):
@@ -42,7 +42,7 @@ def causal_offsets(lengths: list[int]) -> Tensor:
 
 
 def paths_to(trees: TreeBatch, leaves: list[int], width: int) -> tuple[Tensor, Tensor]:
-    """accept_index and num_accepted of the paths that end at these nodes, -1: none."""
+    """Returns accept_index and num_accepted of paths to nodes, -1: none."""
     accept, accepted = [], []
     for b, leaf in enumerate(leaves):
         path: list[int] = []
@@ -56,7 +56,7 @@ def paths_to(trees: TreeBatch, leaves: list[int], width: int) -> tuple[Tensor, T
 
 @dataclass
 class Layer:
-    """The arguments of a call; `rows` are the trees or cu_seqlens."""
+    """A call's arguments, with trees or cu_seqlens."""
 
     q: Tensor
     k: Tensor
@@ -69,12 +69,12 @@ class Layer:
     options: dict = field(default_factory=dict)
 
     def part(self, rows: slice | Tensor, **changes: Any) -> Layer:
-        """The same layer on some of its rows; `changes` has the trees or cu_seqlens that they make up."""
+        """Selects rows; `changes` has their trees or cu_seqlens."""
         names = ("q", "k", "v", "g", "beta")
         return replace(self, **{name: getattr(self, name)[rows] for name in names}, **changes)
 
     def as_batch(self) -> tuple[list[Tensor], dict[str, Any]]:
-        """The arguments of transformers' functions: q, k, v, g, beta of one sequence, and its state."""
+        """Returns transformers' arguments for one sequence: q, k, v, g, beta; state."""
         assert self.beta is not None
         rows = [t[None] for t in (self.q, self.k, self.v, self.g, self.beta)]
         return rows, {"initial_state": self.state[:1], "output_final_state": True}
@@ -108,7 +108,7 @@ def layer(
         return torch.randn(shape, generator=generator)
 
     (key_dim, value_dim), (key_heads, value_heads), dtype = dims, heads, dtype or PLAIN
-    # Strided: columns of one wide projection.
+    # Strided, as columns of one projection.
     q, k = draw(count, 2 * key_heads * key_dim + 8).to(dtype)[:, : 2 * key_heads * key_dim].chunk(2, 1)
     if not options.get("l2norm"):
         q, k = (torch.nn.functional.normalize(x.unflatten(1, (key_heads, key_dim)).float(), dim=-1) for x in (q, k))

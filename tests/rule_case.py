@@ -1,4 +1,4 @@
-"""Tiny models in exact fractions, on which the rules that weigh target against draft are enumerated."""
+"""Tiny models in exact fractions, to enumerate rules that compare target with draft."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Rule = Callable[..., tuple[list[int], list]]
 
 
 class ToyPair:
-    """A target and a drafter over `vocab` tokens; what they say depends on the tokens so far, some have no mass."""
+    """A target and a drafter over `vocab` tokens that depend on the prefix; some tokens have no mass."""
 
     def __init__(self, vocab: int, seed: int) -> None:
         self.vocab, self.seed = vocab, seed
@@ -50,23 +50,23 @@ class ToyPair:
         return self._weights(prefix, 0, None)
 
     def q(self, prefix: Path) -> Distribution:
-        """Multiples of 1/16, so that every dtype holds them."""
+        """Returns multiples of 1/16, exact in every dtype."""
         return self._weights(prefix, 1, 16)
 
     def distributions(
         self, parents: Sequence[int], drafts: Sequence[int]
     ) -> tuple[list[Distribution], list[Distribution]]:
-        """p and q at each node of a tree."""
+        """Returns p and q at each node."""
         prefixes = prefixes_of(parents, drafts)
         return [self.p(x) for x in prefixes], [self.q(x) for x in prefixes]
 
     def logits(self, parents: Sequence[int], drafts: Sequence[int]) -> list[list[float]]:
-        """Returns the logits that an op is given for p at each node of a tree."""
+        """Returns p's logits by node."""
         rows = (self.p(x) for x in prefixes_of(parents, drafts))
         return [[math.log(x) if x else -math.inf for x in row] for row in rows]
 
     def drafts(self, parents: Sequence[int], law: str) -> Iterator[tuple[Fraction, list[int]]]:
-        """Every way to draft a tree, and its probability; under "onehot" all of them, each of probability 1."""
+        """Yields (probability, tokens) of every draft; under "onehot" each has probability 1."""
 
         def grow(node: int, chance: Fraction, tokens: list[int]) -> Iterator[tuple[Fraction, list[int]]]:
             if node == len(parents):
@@ -85,7 +85,7 @@ class ToyPair:
             for x in range(self.vocab):
                 if law == "onehot" or q[x] > 0:
                     yield from grow(node + 1, chance if law == "onehot" else chance * q[x], [*tokens, x])
-            if law == "swor" and not any(q):  # nothing left to draw
+            if law == "swor" and not any(q):  # exhausted
                 yield from grow(node + 1, chance, [*tokens, -1])
 
         yield from grow(1, Fraction(1), [0])
@@ -100,7 +100,7 @@ class ToyPair:
         return found
 
     def error(self, rule: Rule, parents: Sequence[int], law: str, drawn: str | None = None) -> Fraction:
-        """Total variation between what a rule emits and the target, over one token more than the tree is deep."""
+        """Returns total variation between a rule's output and the target, one token deeper than the tree."""
         depth = max(sum(1 for _ in ancestors(parents, node)) for node in range(len(parents)))
         target = self.joint(depth + 1)
         emitted: dict[Path, Fraction] = defaultdict(Fraction)
@@ -122,7 +122,7 @@ class ToyPair:
 
 
 def prefixes_of(parents: Sequence[int], drafts: Sequence[int]) -> list[Path]:
-    """The tokens of each node's path below the root."""
+    """Returns each node's tokens below the root."""
     prefixes: list[Path] = [()]
     for node, parent in enumerate(parents[1:], 1):
         prefixes.append((*prefixes[parent], drafts[node]))
@@ -139,11 +139,11 @@ def ancestors(parents: Sequence[int], node: int) -> Iterator[int]:
         yield node
 
 
-MARGIN = 1e-4  # how far a coin is from its bounds, which the ops compute in floats
+MARGIN = 1e-4  # of a coin to its bounds, which ops compute in floats
 
 
 class Questions:
-    """Trees with coins, and what must come out of them."""
+    """Trees with coins, and expected verdicts."""
 
     def __init__(self, vocab: int, tree: list[int]) -> None:
         self.vocab, self.tree = vocab, tree
@@ -155,7 +155,7 @@ class Questions:
         self.expected: list[tuple[list[int], list[int]]] = []
 
     def ask_all(self, pair: ToyPair, law: str, tokens: list[int], rule: Callable) -> None:
-        """Coins at both ends of every interval that the rule tells apart, and at both ends of every token's share."""
+        """Adds coins at both ends of each interval of the rule's decision, and each token's share."""
         p, q = pair.distributions(self.tree, tokens)
         logits = np.array(pair.logits(self.tree, tokens))
         probs = np.array([[float(x) for x in row] for row in q])

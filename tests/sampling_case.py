@@ -1,5 +1,3 @@
-"""Random streams that the tests of sampling share."""
-
 from __future__ import annotations
 
 import torch

@@ -1,4 +1,4 @@
-"""Rows of logits, trees and drafts that every rank makes alike, whole and in parts."""
+"""Logits, trees and drafts, equal on every rank, whole and sharded."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from pagedtree.distributed import VocabShards
 
 @dataclass
 class Case:
-    """A batch, the same on every rank."""
-
     logits: Tensor
     drafts: Tensor
     trees: TreeBatch
@@ -39,7 +37,7 @@ def shards_of(group: dist.ProcessGroup, fractions: list[float], vocab: int) -> V
 def make_case(
     vocab: int, dtype: torch.dtype, seed: int, parents: list[list[int]] | None = None, device: str = "cpu"
 ) -> Case:
-    """Rows with equal logits, NaN and infinities among them; drafts that are often the likeliest tokens."""
+    """Builds rows with ties, NaN, infinities; drafts are often likeliest."""
     generator = torch.Generator().manual_seed(seed)
     parents = parents or [[-1, 0, 0, 1, 1, 2, 3], [-1], [-1, 0, 1, 2], [-1, 0, 0, 0, 2, 2]]
     trees = TreeBatch.from_trees([DraftTree(p) for p in parents], device=device)

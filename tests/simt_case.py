@@ -1,5 +1,3 @@
-"""What the backend simt launches: tests read it, or take a kernel's place."""
-
 from __future__ import annotations
 
 import ctypes
@@ -29,14 +27,14 @@ def base_of(library: Path) -> int:
 
 
 def simt_library() -> Path | None:
-    """The library of the backend simt, where this build has it."""
+    """Returns simt's library if it was built."""
     paths = (Path(folder) / "lib" / "libpagedtree_simt.so" for folder in pagedtree.__path__)
     return next((path for path in paths if path.exists()), None)
 
 
 @contextmanager
 def intercepted_launches(simt: Path, execute: Callable[..., int]) -> Iterator[None]:
-    """Within it, simt hands launches to `execute`, which returns 0 for those that it leaves to the machine."""
+    """Passes simt's launches to `execute`, which returns 0 to let it run one."""
     library, callback = ctypes.CDLL(str(simt)), EXECUTOR(execute)
     library.pagedtree_simt_set_executor(callback)
     try:

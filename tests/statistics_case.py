@@ -1,5 +1,3 @@
-"""How far counts are off their distribution."""
-
 from __future__ import annotations
 
 import math
@@ -8,7 +6,7 @@ import numpy as np
 
 
 def excess(observed: np.ndarray, distribution: np.ndarray) -> float:
-    """Chi-square less its mean, in standard deviations; infinite where something came up that cannot."""
+    """Returns chi-square less its mean, in standard deviations; infinite for impossible counts."""
     if observed[distribution == 0].any():
         return math.inf
     expected = distribution * observed.sum()
@@ -20,5 +18,5 @@ def excess(observed: np.ndarray, distribution: np.ndarray) -> float:
     return (sum((o - e) ** 2 / e for o, e in bins) - degrees) / math.sqrt(2 * degrees)
 
 
-# A fair sampler passes LIMIT but once in some hundred thousand runs; these runs are always the same.
+# Fair samplers exceed LIMIT once in some hundred thousand runs; seeds are fixed.
 LIMIT = 6.0

@@ -1,5 +1,3 @@
-"""What the tests around one decode step share."""
-
 from __future__ import annotations
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""What `generate` is tried on: models of full, hybrid and latent attention, their own texts, and drafters for them."""
+"""Subjects of `generate`: full, hybrid and latent attention, their texts, drafters."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from pagedtree.integrations.transformers import (
     medusa_tree,
 )
 
-# Of three outcomes of each prompt; the first ones are those of `Subject.seeded_texts`.
+# Three outcomes per prompt; the first is in `Subject.seeded_texts`.
 SEEDS = [0, 100, 101, 1, 102, 103, 2, 104, 105, 3, 106, 107]
 
 
 class Subject:
-    """A model, and what is made of it when somebody first asks."""
+    """A model and its cached results."""
 
     def __init__(self, make):
         self.make = make
@@ -50,7 +50,7 @@ class Subject:
 
     @cached_property
     def outcomes(self):
-        """Texts of SEEDS."""
+        """Returns texts of SEEDS."""
         texts = [seeded(self.model, prompt, SEEDS[3 * i : 3 * i + 3]) for i, prompt in enumerate(prompts_of(LENGTHS))]
         return [text for of_prompt in texts for text in of_prompt]
 
@@ -79,7 +79,6 @@ class Subject:
         return tiny(1, num_hidden_layers=1).to(self.model.lm_head.weight)
 
     def drafter(self, name):
-        """One of DRAFTERS."""
         return DRAFTERS[name](self)
 
 
@@ -105,7 +104,7 @@ DRAFTERS = {
         ModelDrafter(s.draft_model, num_nodes=9, depth=3, width=2),
         NgramDrafter(6, max_branches=2),
         min_match=2,
-        costs=(0.0, 0.0),  # of draft models that are as large as the target
+        costs=(0.0, 0.0),  # draft models are as large as the target
     ),
     "itself": lambda s: ModelDrafter(s.model, num_nodes=12, depth=4, width=2),
     "oracle": lambda s: Oracle([*s.texts, *s.seeded_texts], hit=0.8),
@@ -113,26 +112,25 @@ DRAFTERS = {
     "hostile": lambda s: Hostile(),
 }
 SUBJECTS = {"full": Subject(lambda seed=0: tiny(seed)), "hybrid": Subject(tiny_hybrid), "latent": Subject(tiny_latent)}
-# A model with recurrent layers cannot draft for itself.
+# Recurrent models cannot draft for themselves.
 USUAL = ["none", "ngram chain", "ngram tree", "MTP", "draft model", "oracle", "hostile"]
 NAMES = {
     "full": [name for name in DRAFTERS if name != "latent draft model"],
     "hybrid": [*USUAL, "medusa best first", "EAGLE"],
     "latent": [*USUAL, "latent draft model"],
 }
-# Without the chains, and trees of other shapes, of a drafter that is there anyway.
+# Chains and other shapes of drafters in the list.
 VARIANTS = {"ngram chain", "medusa", "draft chain", "block chain", "never right"}
 DISTINCT = {kind: [name for name in names if name not in VARIANTS] for kind, names in NAMES.items()}
 SLOW = {("latent", name) for name in ("ngram chain", "hostile", "deepseek_v2, unscaled", "deepseek_v3, yarn")}
 
 
 def kinds(*names):
-    """Parameters of a test: these kinds of subjects."""
     return [pytest.param(kind, id=kind, marks=_marks(kind)) for kind in names]
 
 
 def cases(names, others=None):
-    """Parameters of a test: each kind of subject with its names, and these with each of `others[kind]`."""
+    """Parametrises by kind with its names, times `others[kind]`."""
     return [
         pytest.param(kind, *values, id="-".join(map(str, (kind, *values))), marks=_marks(kind, values[0]))
         for kind in names

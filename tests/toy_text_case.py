@@ -1,4 +1,4 @@
-"""A model whose texts can all be listed, drafters for it, and how far its texts are off their distribution."""
+"""A model with enumerable texts, its drafters, and its texts' distance from their distribution."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagedtree.integrations.transformers import CombinedDrafter, MedusaDrafter, 
 
 VOCAB = 4
 PROMPT = [1, 3, 0, 1, 3, 2, 1]
-COUNT = 4  # tokens: the first is read off the prompt, the others take at least one tree of drafts and often two
+COUNT = 4  # tokens: the prompt's pass emits one, the others take one or two trees
 TOY = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -27,7 +27,7 @@ TOY_PARAMS = {"temperature": 1.3, "top_p": 0.98}
 
 
 def distribution_of_texts(model):
-    """The probability of each of the VOCAB ** COUNT continuations."""
+    """Returns probabilities of the VOCAB ** COUNT continuations."""
     distribution = np.ones(1)
     for length in range(COUNT):
         prefixes = torch.tensor([[*PROMPT, *tail] for tail in itertools.product(range(VOCAB), repeat=length)])
@@ -40,14 +40,14 @@ def distribution_of_texts(model):
 
 
 class InTurn(CombinedDrafter):
-    """Has trees of both drafters in each step."""
+    """Alternates both drafters' trees."""
 
     def _choose(self):
         return [sequence.index % 2 for sequence in self._selected]
 
 
 def two_drawn(draft):
-    """Of another model each, so that one's probabilities are wrong for the other's drafts."""
+    """Builds drafters of two models, each wrong about the other's probabilities."""
     return (
         ModelDrafter(draft, law="iid", num_nodes=7, branching=[3, 2]),
         ModelDrafter(tiny(6, **TOY), law="iid", num_nodes=5, branching=[2, 1]),
@@ -71,12 +71,12 @@ DRAFTERS = {
     "combined": lambda toy, draft: CombinedDrafter(*two_drawn(draft), costs=(0.0, 0.0)),
 }
 CASES = [
-    *[("sampled", name) for name in ("iid tree", "coupled tree")],  # test_generate has the others
+    *[("sampled", name) for name in ("iid tree", "coupled tree")],  # others: test_generate
     *[("rejection", name) for name in DRAFTERS if name != "coupled tree"],
     *[("block", name) for name in ("none", "n-gram", "top-k chain", "iid chain")],
     *[("traversal", name) for name in ("iid chain", "iid tree", "swor tree", "two iid trees")],
 ]
-# In the core suite: each drafter, and each rule with drafts that are drawn and with others.
+# The core suite has each drafter, and each rule with drawn and other drafts.
 CORE = [("sampled", "coupled tree"), ("block", "n-gram"), ("block", "iid chain"), ("traversal", "swor tree")]
 CORE += [
     ("rejection", name)
@@ -85,7 +85,7 @@ CORE += [
 
 
 def toy_excess(toy, toy_draft, toy_distribution, rule, drafter, outcomes, evictions=0, **pages) -> float:
-    """Tells how far a sample of texts is off their distribution: chi-square less its mean, in standard deviations."""
+    """Returns chi-square of sampled texts less its mean, in standard deviations."""
     counts, evicted = np.zeros(VOCAB**COUNT), 0
     drafter = DRAFTERS[drafter](toy, toy_draft) if isinstance(drafter, str) else drafter
     for first in range(0, outcomes, 500):

@@ -1,4 +1,4 @@
-"""Made-up machines for the tuner of draft trees, and a decoding loop on them that takes no time."""
+"""Simulated machines for the tree tuner, decoding in no time."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from pagedtree.integrations.transformers import medusa_tree
 
 
 class Machine:
-    """A machine whose steps take `plain` seconds, and more per row and level; children are accepted by chance.
+    """Steps take `plain` seconds, plus costs per row and level; children are accepted at random.
 
-    What is accepted at a place of a text does not depend on the steps before, so that one text can be generated in
-    several ways.
+    Acceptance at a position ignores earlier steps, so a text can be generated in several ways.
     """
 
     def __init__(self, acceptance, *, plain=1.0, row=0.01, level=0.05, noise=0.0, batch=1, seed=0):
@@ -28,33 +27,33 @@ class Machine:
         self.text = self.rng.random((batch, 2000))
 
     def target(self, drafted: int, size: int) -> float:
-        """Seconds of a pass over so many drafted rows of so many sequences."""
+        """Returns a pass's seconds over `drafted` rows of `size` sequences."""
         return self.plain + self.row * drafted
 
     def drafting(self, levels: int, size: int) -> float:
         return self.level * levels
 
     def end_of(self, sequence: int, tokens: int) -> int:
-        """Where a sequence of at most so many tokens ends."""
+        """Returns a sequence's end, at most `tokens`."""
         return tokens
 
     def confidence(self) -> torch.Tensor | None:
         return None
 
     def draft(self, tree: DraftTree, places: dict[int, int]) -> Draft:
-        """places: how many tokens each sequence of the batch has."""
+        """places: each sequence's number of tokens."""
         trees = TreeBatch.from_trees([tree] * len(places), max_nodes=tree.num_nodes)
         return Draft(ranks_of(trees), trees)
 
     def path(self, draft: Draft, b: int, sequence: int, place: int) -> tuple[list[int], list[int]]:
-        """Accepted nodes, and the token behind each. A node's draft token is its rank."""
+        """Returns accepted nodes, and the token after each; draft tokens are ranks."""
         begin, end = draft.trees.cu_nodes[b : b + 2].tolist()
         parents, ranks = draft.trees.parents[begin:end].tolist(), draft.draft_tokens[begin:end].tolist()
         rates = np.cumsum(self.acceptance)
         path, tokens = [0], []
         while True:
             rank = int(np.searchsorted(rates, self.text[sequence, place + len(path) - 1], side="right"))
-            tokens.append(rank if rank < len(rates) else 1000)  # one that nobody drafts
+            tokens.append(rank if rank < len(rates) else 1000)  # never drafted
             child = [n for n, parent in enumerate(parents) if parent == path[-1] and ranks[n] == tokens[-1]]
             if not child:
                 return path, tokens
@@ -66,7 +65,7 @@ MOST_LEVELS = 32
 
 
 def ranks_of(trees: TreeBatch) -> torch.Tensor:
-    """Each node's place among its siblings."""
+    """Returns each node's rank among siblings."""
     ranks, offsets = torch.zeros_like(trees.parents), trees.cu_nodes.tolist()
     for begin, end in itertools.pairwise(offsets):
         for node, sibling in enumerate(trees.next_sibling[begin:end].tolist()):
@@ -75,10 +74,10 @@ def ranks_of(trees: TreeBatch) -> torch.Tensor:
     return ranks.long()
 
 
-@patch.object(time, "perf_counter", lambda: 0.0)  # the tuner's own time on this machine does not count on that one
+@patch.object(time, "perf_counter", lambda: 0.0)  # excludes the tuner's real time
 def run(machine: Machine, tuner: TreeTuner | None, tokens: int, whole: DraftTree = WHOLE) -> tuple[float, list[int]]:
-    """Seconds until each sequence has so many tokens; rows besides the roots of each step. Without a tuner each step
-    has the whole tree."""
+    """Returns seconds until all have `tokens`, and each step's rows without roots. Without a tuner steps have the whole
+    tree."""
     seconds, rows = 0.0, []
     places = dict.fromkeys(range(machine.batch), 0)
     if tuner is not None:
@@ -110,7 +109,7 @@ def run(machine: Machine, tuner: TreeTuner | None, tokens: int, whole: DraftTree
 
 @cache
 def limited(tree: DraftTree, levels: int) -> DraftTree:
-    """The part of the tree down to a level; its nodes are in the order of their depths."""
+    """Cuts the tree below a level; nodes are ordered by depth."""
     return DraftTree(tree.parents[tree.depths <= levels])
 
 

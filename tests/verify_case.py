@@ -1,5 +1,3 @@
-"""What the tests of the verify ops share."""
-
 from __future__ import annotations
 
 import torch
@@ -30,7 +28,7 @@ def check(verdict: Verdict, b: int, path: list[int], tokens: list[int], status: 
 
 
 def check_bounds(verdict: Verdict, max_nodes: int, max_depth: int, vocab: int) -> None:
-    """Whatever was verified: paths go down within a tree, and each of their nodes has a token of the vocabulary."""
+    """Asserts that paths descend within a tree with valid tokens."""
     for accepted, count, tokens in zip(
         verdict.accept_index.tolist(), verdict.num_accepted, verdict.tokens.tolist(), strict=True
     ):

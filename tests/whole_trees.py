@@ -1,4 +1,4 @@
-"""What `tree="auto"` drafts goes by the clock, so tests of trees have the drafter's whole tree in each step."""
+"""Disables `tree="auto"`, which follows the clock, in tests of trees."""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ __all__ = ["whole_trees"]
 
 @pytest.fixture(autouse=True)
 def whole_trees() -> Iterator[None]:
-    """Makes tree=None the default of `generate` and `tree_generate` in this process.
-
-    A test file that wants the real default has a fixture of this name that does nothing.
-    """
+    """Makes tree=None the default of `generate` and `tree_generate`; an empty fixture of this name restores it."""
     package = sys.modules.get("pagedtree.integrations.transformers")
     functions = () if package is None else (package.generate, package.tree_generate)
-    # torch.no_grad wraps one of them.
+    # torch.no_grad wraps one.
     defaults = [getattr(function, "__wrapped__", function).__kwdefaults__ for function in functions]
     for keywords in defaults:
         assert keywords["tree"] == "auto"

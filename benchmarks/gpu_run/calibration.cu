@@ -1,10 +1,9 @@
-// Measures on a Hopper GPU the figures that plans of kernels ask for; docs/notes/calibration.md explains them.
+// Measures figures of a Hopper GPU for kernel design (docs/notes/calibration.md).
 //
 //   nvcc -O3 -std=c++20 -gencode arch=compute_90a,code=sm_90a -Icsrc -o calibration benchmarks/gpu_run/calibration.cu
 //   ./calibration OUT.jsonl
 //
-// The first line of OUT describes the device, each further one is a figure and its parameters, written as soon as it is
-// measured. `mhz` is the SM's clock during the measurement.
+// OUT's first line describes the device, each further one a figure, written once measured. `mhz` is the SM's clock.
 #include <cudaTypedefs.h>
 
 #include <algorithm>
@@ -33,7 +32,7 @@ struct Times {  // of a CTA
 FILE* file = nullptr;
 int sms = 0;
 uint4* memory = nullptr;  // kBytes
-Times* times = nullptr;   // which the host reads too
+Times* times = nullptr;   // also read by the host
 
 template <typename... Values>
 void figure(const char* name, double value, const char* unit, const char* parameters, Values... values) {
@@ -45,7 +44,7 @@ void figure(const char* name, double value, const char* unit, const char* parame
   }
 }
 
-// The slowest CTA of a kernel; the first launch loads the code.
+// Returns the slowest CTA; the first launch loads the code.
 template <typename Start>
 Times measured(int ctas, Start start) {
   for (int i = 0; i < 2; ++i) {
@@ -64,7 +63,6 @@ __device__ Instant now() {
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(at.ns)::"memory");
   return at;
 }
-// Called by all threads of a CTA.
 __device__ void note(const Instant& begin, Times* times) {
   __syncthreads();
   if (threadIdx.x != 0) return;
@@ -82,12 +80,12 @@ struct Ring {
   uint64_t full[kSlots], empty[kSlots];
 };
 
-struct Boxes {  // of `keys` of a page, and one or both of their two panels of 64 columns
+struct Boxes {  // `keys` of a page, in one or both panels of 64 columns
   int rank, keys, panels, starters;
   __host__ __device__ int bytes() const { return keys * panels * 128; }
 };
 
-// So many warps start a slot's boxes, a lane each; a thread of another warp waits for them.
+// `starters` warps start a slot's boxes, one per lane; another warp's thread waits.
 template <int kRank>
 __global__ void __launch_bounds__(160, 1)
     copy_boxes(const __grid_constant__ ptx::TensorMap map, uint32_t pages, const Boxes boxes, Times* times) {
@@ -130,7 +128,7 @@ __global__ void __launch_bounds__(160, 1)
   note(begin, times);
 }
 
-// The dimensions are columns, slots, heads and pages, or columns, 8 slots, panels, groups of 8 slots and pages.
+// Dimensions: columns, slots, heads, pages; or columns, 8 slots, panels, groups of 8 slots, pages.
 ptx::TensorMap map_of(const Boxes& boxes, uint64_t pages) {
   void* encode = nullptr;
   cudaDriverEntryPointQueryResult found{};
@@ -167,7 +165,7 @@ void measure_boxes(const char* from, size_t bytes) {
   }
 }
 
-// L2: its rate with all SMs ---------------------------------------------------------------------------------------
+// L2: rate with all SMs -------------------------------------------------------------------------------------------
 
 constexpr int kRounds = 64;
 
@@ -195,7 +193,7 @@ void measure_l2() {
 
 // Clusters: how many run at once ----------------------------------------------------------------------------------
 
-// Stays for 20 us, with so many numbers in registers.
+// Occupies kNumbers registers for 20 us.
 template <int kNumbers>
 __global__ void __launch_bounds__(512) stay(Times* times) {
   uint32_t numbers[kNumbers], sum = 0;
@@ -207,7 +205,7 @@ __global__ void __launch_bounds__(512) stay(Times* times) {
   note(begin, times);
 }
 
-// SM -> GPC: SMs that have held CTAs of one cluster are of one.
+// SM -> GPC: SMs with CTAs of one cluster share a GPC.
 std::map<uint32_t, uint32_t> gpcs;
 
 void measure_clusters(void (*kernel)(Times*), int threads, int shared_kb) {
@@ -262,7 +260,7 @@ __global__ void exchange(Times* times) {
       }
       ptx::mbar_wait(bar, turn / 2 & 1);
       sum += of_turn[threadIdx.x % size];
-      __syncthreads();  // no thread is a turn behind
+      __syncthreads();  // no thread is a turn late
     } else if (threadIdx.x == 0 && rank < 2) {
       if (rank == 1) ptx::mbar_wait(bars, turn & 1);
       asm volatile(
@@ -275,7 +273,7 @@ __global__ void exchange(Times* times) {
   }
   __syncthreads_or(sum == 12345);
   note(begin, times);
-  ptx::cluster_sync();  // nobody leaves while others store into its memory
+  ptx::cluster_sync();  // others may still store into this CTA's memory
 }
 
 void measure_exchange(const char* name, void (*kernel)(Times*)) {

@@ -1,9 +1,9 @@
-"""Keeps of a shared library only the GPU code of some sources, and compresses the rest of it away.
+"""Keeps only the GPU code of some sources in a shared library, and compresses the result.
 
     python trim_fatbin.py LIBRARY OUT.xz REGEX
 
-REGEX is searched in the names of the sources. The other code becomes zeros: the library loads as before, because CUDA
-loads a module when a kernel of it is first launched, and kernels of other sources then fail.
+REGEX is searched in the names of the sources. Other code becomes zeros: the library still loads, as CUDA loads modules
+at a kernel's first launch, but kernels of other sources fail.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MAGIC = struct.pack("<IH", 0xBA55ED50, 1)  # and the version
-HEADER = struct.Struct("<IHHQ")  # magic, version, bytes of this header, bytes behind it
-ENTRY = struct.Struct("<HHIQ")  # kind, version, bytes of this header, bytes behind it
-NAMES_AT = 64  # where the names begin in the header of an entry
-KEPT_BYTES = 64  # of code that is dropped: the ELF header
+HEADER = struct.Struct("<IHHQ")  # magic, version, bytes of this header, bytes after it
+ENTRY = struct.Struct("<HHIQ")  # kind, version, bytes of this header, bytes after it
+NAMES_AT = 64  # offset of the names in an entry's header
+KEPT_BYTES = 64  # of dropped code: the ELF header
 
 
 def entries_of(data: bytearray) -> Iterator[tuple[bytes, int, int]]:
-    """The names in the header of each entry, where its code begins, and where it ends."""
+    """Yields each entry's names, and its code's range."""
     for match in re.finditer(re.escape(MAGIC), bytes(data)):
         _, _, header_bytes, size = HEADER.unpack_from(data, match.start())
         at = match.start() + header_bytes
@@ -36,7 +36,7 @@ def entries_of(data: bytearray) -> Iterator[tuple[bytes, int, int]]:
 
 
 def trim(data: bytearray, wanted: re.Pattern[bytes]) -> tuple[int, int]:
-    """Zeroes the code of sources that are not wanted; returns the bytes that were kept and those that were not."""
+    """Returns bytes kept and dropped."""
     kept = dropped = 0
     for names, begin, end in list(entries_of(data)):
         if wanted.search(names):

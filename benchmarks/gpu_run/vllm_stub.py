@@ -1,4 +1,4 @@
-"""Makes a package `vllm` of its Triton attention, filters and Gumbel sampler, and as much of the rest as these import.
+"""Makes a package `vllm` of its Triton attention, filters and Gumbel sampler, with only the modules that these import.
 
 python vllm_stub.py WHEEL FOLDER    # FOLDER/vllm; of vLLM 0.32
 """

@@ -1,4 +1,4 @@
-// NumPy arrays as the host functions of pagedtree._C take them, and the trees of a batch in them.
+// NumPy arguments of pagedtree._C, and the trees of a batch.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -17,7 +17,6 @@ namespace py = pybind11;
 template <class T>
 using Array = py::array_t<T, py::array::c_style | py::array::forcecast>;
 
-// Raises ValueError unless the array has so many dimensions.
 template <class T>
 void expect_dims(const Array<T>& array, const char* name, int dims) {
   if (array.ndim() != dims) {
@@ -26,12 +25,12 @@ void expect_dims(const Array<T>& array, const char* name, int dims) {
   }
 }
 
-// The N nodes of B trees, row for row. A parent that does not stand before its child within the same tree makes that
-// row a root, so that no values can lead outside the arrays.
+// A parent that does not precede its child in the same tree makes that row a root, so no value leads outside the
+// arrays.
 struct BatchNodes {
   static constexpr int32_t kMaxRanks = 4;
 
-  // offsets: [B + 1]. parents: [N or more], each within its tree, -1 at roots.
+  // offsets: [B + 1]. parents: [N or more], tree-local, -1 at roots.
   BatchNodes(const Array<int32_t>& offsets, const Array<int32_t>& parents) {
     expect_dims(offsets, "offsets", 1);
     expect_dims(parents, "parents", 1);
@@ -63,11 +62,11 @@ struct BatchNodes {
   int32_t size() const { return static_cast<int32_t>(parent.size()); }
 
   int32_t num_trees;
-  std::vector<int32_t> first;   // each tree's first row, and the number of rows
-  std::vector<int32_t> tree;    // each node's
-  std::vector<int32_t> parent;  // its row; a root's is its own
+  std::vector<int32_t> first;   // first row per tree, then the number of rows
+  std::vector<int32_t> tree;    // per node
+  std::vector<int32_t> parent;  // row; of a root itself
   std::vector<int32_t> depth;   // below the root
-  std::vector<int32_t> rank;    // among its siblings, the last ones together
+  std::vector<int32_t> rank;    // among its siblings, at most kMaxRanks - 1
 };
 
 }  // namespace pagedtree

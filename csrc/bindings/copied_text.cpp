@@ -9,11 +9,11 @@ namespace pagedtree {
 
 namespace {
 
-// Probability of a guess, by the number of matching tokens before it. Only the order matters. Where another
-// continuation comes first, it is kOthers times that.
+// Probability of a guess by the number of matching tokens before it; times kOthers if another continuation precedes it.
+// Only the order matters.
 constexpr double kLikely[] = {0.1, 0.3, 0.5, 0.65, 0.75, 0.9, 0.9, 0.9, 0.97}, kOthers = 0.3;
 
-// How many of the last tokens of a text of `length` stand in front of place `end` (exclusive), too.
+// Returns the number of final tokens of a text of `length` that also precede place `end` (exclusive).
 int64_t same_before(const int64_t* text, int64_t length, int64_t end, int64_t longest) {
   int64_t same = 0;
   while (same < longest && same < end && text[end - 1 - same] == text[length - 1 - same]) ++same;

@@ -1,4 +1,4 @@
-// How likely guesses are that are copied from the text itself; see pagedtree.generation.drafters.NgramDrafter.
+// Likelihood of guesses copied from the text (pagedtree.generation.drafters.NgramDrafter).
 #pragma once
 
 #include <cstdint>
@@ -8,9 +8,8 @@
 
 namespace pagedtree {
 
-// For the guesses of what comes behind texts: int64 [N], how many tokens in front of each node are the same as in front
-// of an earlier copy of it, at most `longest` of the text's own and each drafted one (0 at roots, and for what has no
-// copy); and float [N], joint log-probabilities by that.
+// Returns int64 [N], the equal tokens before each node and an earlier copy of it: at most `longest` of the text, plus
+// drafted ones; 0 at roots and without a copy. And float [N], joint log-probabilities from these.
 // tokens: [B, capacity]. lengths: [B]. offsets: [B + 1], parents, draft_tokens: [N or more], of the trees.
 std::pair<Array<int64_t>, Array<float>> copied_text(const Array<int64_t>& tokens, const Array<int32_t>& lengths,
                                                     const Array<int32_t>& offsets, const Array<int32_t>& parents,

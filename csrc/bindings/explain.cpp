@@ -12,9 +12,9 @@ using namespace cuda;
 
 namespace {
 
-// The device that a call is explained for, and what of the call tiles do not depend on.
+// The device, and call properties that tiles do not depend on.
 struct Surroundings {
-  int64_t kv_tile_bytes;  // of one KV head
+  int64_t kv_tile_bytes;  // per KV head
   int kv_bytes;
   int num_sms;
   int max_shared_bytes;
@@ -73,7 +73,7 @@ py::dict explain_launch(const WorkShape& work, const TileShape& tile, const Surr
   result["balance"] = found.balance();
   result["idle"] = found.idle;
   result["kv_reads"] = found.kv_reads();
-  py::dict replayed;  // the sums over all launches are made of these
+  py::dict replayed;  // for sums over all launches
   replayed["tiles"] = found.tiles;
   replayed["most_tiles"] = found.most_tiles;
   replayed["different"] = found.different;

@@ -1,5 +1,5 @@
-// pagedtree._C: what `generate` decides on the host, and information that the op library cannot give through tensors.
-// The ops do not need it.
+// pagedtree._C: host decisions of `generate`, and build information that the op library cannot return as tensors. The
+// ops do not need it.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -79,7 +79,7 @@ PYBIND11_MODULE(_C, m) {
         "The CUDA kernel's tile and cuts for a batch; see pagedtree.explain.");
   m.def("attention_tiles", &pagedtree::attention_tiles, py::arg("engine"),
         "The CUDA kernels' tiles: (head_dim, head_dim_v) -> their rows, without those for latent caches alone.");
-  m.attr("HEAD_DIMS") = pagedtree::head_dims();  // columns of K and V that attention takes
+  m.attr("HEAD_DIMS") = pagedtree::head_dims();  // supported columns of K and V
   m.def(
       "active_isa", [] { return pagedtree::cpu::isa_kernels().name; },
       "The one in use: the best, or that of PAGEDTREE_CPU_ISA. Raises RuntimeError where that one cannot run here.");

@@ -8,24 +8,24 @@ namespace pagedtree {
 
 namespace {
 
-// Of a call with more tiles or row tiles than these, neighbours are taken together, or some are left out.
+// Larger calls are replayed on coarser tiles or a sample.
 constexpr int64_t kMostTiles = int64_t{1} << 21;
 constexpr int64_t kMostRowTiles = int64_t{1} << 17;
-constexpr int64_t kLeastRowTiles = 8;  // of a range
+constexpr int64_t kLeastRowTiles = 8;  // per range
 
-// An L2 that keeps what was read last: a list of blocks from the newest to the oldest. Node 0 stands between its ends.
+// LRU model of L2: a list of blocks from newest to oldest, in which node 0 separates the ends.
 class LastRead {
  public:
   void hold(int64_t blocks) { room_ = blocks; }
 
-  // The first of `blocks` new blocks.
+  // Returns the first of `blocks` new blocks.
   int64_t add(int64_t blocks) {
     const auto first = static_cast<int64_t>(nodes_.size());
     nodes_.resize(nodes_.size() + static_cast<size_t>(blocks));
     return first;
   }
 
-  // Reads a block; returns whether it comes from memory.
+  // Returns true if the block comes from memory.
   bool read(int64_t block) {
     Node& node = at(block);
     const bool is_held = node.is_held;
@@ -102,12 +102,11 @@ class Replayer {
     bool has_range = false;
     int32_t part = 0;  // of row tiles
     WorkPosition at{}, stop{};
-    int32_t tile = 0, end = 0;  // those left of the row tile
+    int32_t tile = 0, end = 0;  // left in the row tile
     int64_t block = 0;          // of KV tile 0
     int64_t tiles = 0;
   };
 
-  // Finds how coarse the replay has to be.
   void find_strides() {
     int64_t heads = 0, row_tiles = 0, tiles = 0;
     for (int64_t b = 0; b < work_.batch; ++b) {
@@ -142,7 +141,7 @@ class Replayer {
     found_.idle += cta.tiles == 0;
   }
 
-  // Goes to the next row tile with a tile in it; false at the end of the range.
+  // Moves to the next row tile with a tile; false at the end of the range.
   bool find_tile(Cta& cta) {
     while (cta.tile >= cta.end && cta.at.before(cta.stop)) {
       const SequenceWork sequence = sequence_work(work_, cta.at.sequence, sharers_);
@@ -184,10 +183,10 @@ class Replayer {
   const WorkShape& work_;
   const int32_t* ranges_;
   ReplayDevice device_;
-  int64_t head_stride_ = 1, m_stride_ = 1;  // between the heads, and the row tiles of a head, that are walked through
-  int32_t grain_ = 1;                       // KV tiles that are read together
+  int64_t head_stride_ = 1, m_stride_ = 1;  // between replayed heads, and replayed row tiles of a head
+  int32_t grain_ = 1;                       // KV tiles per read
   LastRead l2_;
-  std::unordered_map<int64_t, int64_t> blocks_;  // of a sequence's KV head -> the first one
+  std::unordered_map<int64_t, int64_t> blocks_;  // sequence and KV head -> first block
   int32_t sharers_, num_ranges_;
   int32_t started_ = 0;
   Replay found_;

@@ -1,5 +1,4 @@
-// What the CTAs of the CUDA attention kernel do when they follow a plan: which keys each reads, and which of these
-// reads reach memory. Needs no GPU.
+// Replay of the CTAs of the CUDA attention kernel under a plan: their key reads, and how many reach memory.
 #pragma once
 
 #include <cstdint>
@@ -8,23 +7,22 @@
 
 namespace pagedtree {
 
-// What the device offers to one launch.
 struct ReplayDevice {
   int32_t num_sms;
-  int32_t ctas;      // per SM at the same time
-  int64_t l2_tiles;  // KV tiles of one KV head for which L2 has room
+  int32_t ctas;      // per SM, concurrent
+  int64_t l2_tiles;  // capacity of L2 in KV tiles of one KV head
 };
 
-// Tiles are KV tiles of one KV head in which some row of the row tile sees a key. The kernel passes over all others.
+// Tiles are KV tiles of one KV head with a key visible to the row tile; the kernel skips all others.
 struct Replay {
   int32_t ctas = 0;
   int32_t idle = 0;         // CTAs without a tile
   int64_t tiles = 0;        // of all CTAs
   int64_t most_tiles = 0;   // of one CTA
-  int64_t different = 0;    // each counted once, however many row tiles read it
-  int64_t from_memory = 0;  // reads that L2 did not hold
+  int64_t different = 0;    // distinct tiles
+  int64_t from_memory = 0;  // L2 misses
 
-  // The largest over the mean number of tiles of a CTA.
+  // Returns the maximum number of tiles per CTA over the mean.
   double balance() const {
     return tiles > 0 ? static_cast<double>(most_tiles) * ctas / static_cast<double>(tiles) : 1.0;
   }
@@ -33,9 +31,8 @@ struct Replay {
   }
 };
 
-// Replays a list's part of a plan. All CTAs are in step: each takes one KV tile, if it has one left. L2 keeps the tiles
-// that were read last. Time and memory are bounded for every call: of very large ones neighbouring tiles are read
-// together, and not all row tiles are walked through.
+// Replays a list's part of a plan with all CTAs in step, one KV tile each, and an LRU L2. Very large calls are
+// coarsened and sampled, which bounds time and memory.
 Replay replay(const WorkShape& work, const int32_t* ranges, const ReplayDevice& device);
 
 }  // namespace pagedtree

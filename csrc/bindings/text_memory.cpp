@@ -8,7 +8,7 @@ namespace {
 
 struct Place {
   int64_t number;
-  int64_t equal;  // tokens up to here that are the same as the text's last ones
+  int64_t equal;  // matching tokens up to here and at the text's end
   int32_t next;
   int votes;  // places with the same next token
 };
@@ -22,7 +22,7 @@ Array<int64_t> former_continuations(const Array<int32_t>& tokens, const Array<in
   expect_dims(before, "before", 1);
   const int64_t size = tokens.shape(0);
   if (before.shape(0) != size || size <= max_ngram + length) throw std::invalid_argument("before: expected the ring");
-  // Numbers in front of the first token stand at the end of the ring.
+  // Places before the first token are at the end of the ring.
   const auto token_at = [&](int64_t place) { return tokens.data()[(place + size) % size]; };
   const int64_t compared = std::min<int64_t>(std::ssize(end), max_ngram);
 
@@ -43,7 +43,7 @@ Array<int64_t> former_continuations(const Array<int32_t>& tokens, const Array<in
     place.votes =
         std::count_if(places.begin(), places.end(), [&](const Place& other) { return other.next == place.next; });
   }
-  // Of equal ones the newest comes last.
+  // The newest of equals comes last.
   std::stable_sort(places.begin(), places.end(), [](const Place& a, const Place& b) {
     return a.equal != b.equal ? a.equal < b.equal : a.votes < b.votes;
   });

@@ -1,4 +1,4 @@
-// Looks former texts up; see pagedtree.generation.drafters.TextMemory, which keeps them.
+// Searches earlier texts (pagedtree.generation.drafters.TextMemory keeps them).
 #pragma once
 
 #include <cstdint>
@@ -8,10 +8,9 @@
 
 namespace pagedtree {
 
-// int64 [n, max_ngram + length + 1], n <= most, the best row last: what stands around the places of a chain, then -1.
-// tokens, before: [size], the ring, and the place before each one in its chain. newest: the chain's first place; it
-// ends before the place `oldest`, at a negative one, or after max_places. end: the last tokens of a text, at least
-// `context`.
+// Returns int64 [n, max_ngram + length + 1], n <= most, best row last: the tokens around the places of a chain, then
+// -1. tokens, before: [size], the ring, and each place's predecessor in its chain, which begins at `newest` and ends
+// before `oldest`, at a negative place, or after max_places. end: the last tokens of a text, at least `context`.
 Array<int64_t> former_continuations(const Array<int32_t>& tokens, const Array<int64_t>& before, int64_t newest,
                                     int64_t oldest, const std::vector<int64_t>& end, int64_t context, int64_t max_ngram,
                                     int64_t length, int64_t most, int64_t max_places);

@@ -13,10 +13,10 @@ class Search {
   Search(const double* levels, int num_ranks, int max_nodes)
       : levels_(levels), num_ranks_(num_ranks), max_nodes_(max_nodes) {}
 
-  // [max_nodes + 1]: the tokens that the best tree of at most so many nodes and `depth` levels gives.
+  // Returns [max_nodes + 1] expected tokens of the best tree with at most so many nodes and `depth` levels.
   std::vector<double> tokens(int depth) {
-    // subtree[n]: expected tokens of the best n nodes whose topmost one is at this level and accepted.
-    // forest[n]: of the best n nodes below such a node, among its children of this rank and up.
+    // Expected tokens. subtree[n]: n nodes under an accepted root at this level. forest[n]: n nodes below such a node,
+    // among children of this rank and up.
     std::vector<double> subtree(max_nodes_ + 1, 1.0), forest, under;
     subtree[0] = 0.0;
     choices_.assign(size_t(depth) * num_ranks_ * (max_nodes_ + 1), 0);
@@ -27,7 +27,7 @@ class Search {
         int32_t* choice = choices_of(level, rank);
         under.assign(max_nodes_ + 1, 0.0);
         for (int n = 1; n <= max_nodes_; ++n) {
-          // k nodes for this child, the rest for the next ranks; without this child there are no others.
+          // k nodes for this child, the rest for later ranks, which exist only with this child.
           for (int k = 1; k <= n; ++k) {
             const double value = probability * subtree[k] + forest[n - k];
             if (value > under[n]) under[n] = value, choice[n] = k;
@@ -40,10 +40,10 @@ class Search {
     return subtree;
   }
 
-  // The parents of the best tree of at most `size` nodes, of the depth that `tokens` was asked about last.
+  // Returns the best tree with at most `size` nodes and the depth of the last call of `tokens`.
   std::vector<int32_t> parents(int size, int depth) {
     std::vector<int32_t> parents{-1};
-    std::vector<std::pair<int32_t, int>> level{{0, size - 1}}, next;  // nodes, and how many stand below each
+    std::vector<std::pair<int32_t, int>> level{{0, size - 1}}, next;  // nodes, numbers of descendants
     for (int i = 0; i < depth; ++i, std::swap(level, next)) {
       next.clear();
       for (auto [node, left] : level) {
@@ -60,7 +60,7 @@ class Search {
   }
 
  private:
-  // [max_nodes + 1]: of n nodes below a node of this level, how many stand under its child of this rank.
+  // Returns [max_nodes + 1]: of n nodes below a node of this level, the number under its child of this rank.
   int32_t* choices_of(int level, int rank) {
     return choices_.data() + (size_t(level) * num_ranks_ + rank) * (max_nodes_ + 1);
   }
@@ -82,7 +82,7 @@ std::vector<int32_t> best_tree(const Array<double>& levels, const Array<double>&
   const py::gil_scoped_release others_run;
   double best_rate = 1.0 / seconds[0];
   int best_depth = 0, best_size = 1;
-  // A bound on the depth changes the best tree only where levels cost something.
+  // The depth matters only if levels cost something.
   for (int depth = level_cost > 0.0 ? 1 : std::max(max_depth, 1); depth <= max_depth; ++depth) {
     const std::vector<double> tokens = search.tokens(depth);
     for (int size = 2; size <= max_nodes; ++size) {

@@ -8,10 +8,9 @@
 
 namespace pagedtree {
 
-// The parents of its nodes, level by level; the root's is -1.
-// levels: [D, R], how often the child of each rank is accepted where its parent was, the root's children first.
-// costs: [M], seconds of a step with a tree of 1..M nodes, which do not descend. level_cost: more seconds for each
-// level.
+// Returns the parents, level by level, -1 for the root.
+// levels: [D, R] acceptance rate of each rank's child given its parent, the root's children first.
+// costs: [M] seconds of a step with 1..M nodes, not descending. level_cost: extra seconds per level.
 std::vector<int32_t> best_tree(const Array<double>& levels, const Array<double>& costs, double level_cost);
 
 }  // namespace pagedtree

@@ -1,12 +1,12 @@
-// What the ops of attention take, and which keys a query sees, written once for every backend. The cuts of the work are
-// in core/schedule.h.
+// Params of the attention ops, and the keys visible to a query. core/schedule.h cuts the work.
+// out = softmax(scale * q K^T over visible keys) V;  lse = log of the sum of exp
 #pragma once
 
 #include "core/params.h"
 
 namespace pagedtree {
 
-// One cache of a layer, [pages, page_size, Hkv, D]; strides in elements, the last dimension is contiguous.
+// Cache of a layer [pages, page_size, Hkv, D]; strides in elements, last dimension contiguous.
 struct PagedCache {
   const void* data;
   int64_t page_stride;
@@ -14,12 +14,11 @@ struct PagedCache {
   int64_t head_stride;
 };
 
-// Which instructions multiply on a GPU. wgmma is Hopper's, for the tiles in cuda/attention/config.h that have it; all
-// others use mma.sync. kAuto: wgmma where its self-test has passed (cuda/engine.h).
+// wgmma needs Hopper and a tile in cuda/attention/config.h; mma.sync serves all others. kAuto: wgmma if its self-test
+// passed (cuda/engine.h).
 enum class MatrixEngine : int32_t { kMmaSync, kWgmma, kAuto };
 
-// Sizes B sequences, T query tokens (padding included), Hq = Hkv * group_size heads, D head_dim, Dv head_dim_v, W
-// mask_words.
+// B sequences, T query tokens with padding, Hq = Hkv * group_size heads, D head_dim, Dv head_dim_v, W mask_words.
 struct TreeAttentionParams {
   const void* q;       // [T, Hq, D]
   PagedCache k_cache;  // [pages, page_size, Hkv, D]
@@ -63,7 +62,7 @@ struct TreeAttentionParams {
 struct AttentionPlanParams {
   const int32_t* seq_lens;      // [B]
   const int32_t* cu_seqlens_q;  // [B + 1]
-  const int32_t* tree_lens;     // [B] or null: all queries are taken for causal
+  const int32_t* tree_lens;     // [B] or null: all queries count as causal
   int32_t* plan;                // [plan_size(segment)] out
   int64_t batch;
   int64_t num_tokens;  // bound on T
@@ -96,7 +95,7 @@ struct MergeStatesParams {
   DType dtype;
 };
 
-// Bits [low, high) of a 32-bit word; bounds outside 0..32 are cut off.
+// Bounds are clamped to 0..32.
 PT_HOST_DEVICE uint32_t bit_range(int32_t low, int32_t high) {
   low = clamp_to(low, 0, kMaskWordBits);
   high = clamp_to(high, 0, kMaskWordBits);
@@ -104,13 +103,13 @@ PT_HOST_DEVICE uint32_t bit_range(int32_t low, int32_t high) {
   return (~0u >> (kMaskWordBits - (high - low))) << low;
 }
 
-// Where a window begins in a tree and in the keys before it.
+// Start of a window in the tree and in the prefix.
 struct TreeWindow {
   int32_t begin, first_bit;
 };
 
-// The keys that one query sees: positions [begin, end), and the tree's keys, at tree_start + bit, whose bit of `words`
-// is set and in [first_bit, num_bits). Causal queries have no tree bits. Positions are below 2^31.
+// Visible keys of a query: positions [begin, end), and tree_start + bit for set bits of `words` in [first_bit,
+// num_bits). Causal queries have no tree bits. Positions are below 2^31.
 struct Visibility {
   int32_t begin;
   int32_t end;
@@ -125,7 +124,7 @@ struct Visibility {
     first_bit = window.first_bit;
   }
 
-  // No key outside [lowest(), highest()) is visible.
+  // Bounds the visible keys: none is outside [lowest(), highest()).
   PT_HOST_DEVICE int32_t lowest() const { return begin < end ? begin : tree_start + first_bit; }
   PT_HOST_DEVICE int32_t highest() const { return num_bits > 0 ? tree_start + num_bits : end; }
 
@@ -133,10 +132,10 @@ struct Visibility {
     return w >= 0 && w < num_words ? static_cast<uint32_t>(words[w]) : 0u;
   }
 
-  // Bit i: whether key position + i is visible.
+  // Returns bit i for key position + i.
   PT_HOST_DEVICE uint32_t visible32(int32_t position) const {
     const uint32_t prefix = bit_range(begin - position, end - position);
-    const int32_t bit = position - tree_start;  // the mask bit of the first key, maybe negative
+    const int32_t bit = position - tree_start;  // mask bit of the first key, possibly negative
     if (bit >= num_bits || bit <= -kMaskWordBits) return prefix;
     const int32_t w = (bit + kMaskWordBits) / kMaskWordBits - 1;
     const uint64_t pair = (static_cast<uint64_t>(word(w + 1)) << kMaskWordBits) | word(w);
@@ -145,10 +144,10 @@ struct Visibility {
   }
 };
 
-// Lengths are below 2^31: a wider window keeps everything, and differences with this one do not overflow.
+// Larger windows keep everything; differences with this one do not overflow.
 constexpr int64_t kMaxWindow = int64_t{1} << 31;
 
-// Query i of n, causal: keys up to its own position, the last n of the sequence being the queries'.
+// Lets query i of the last n positions see keys up to its position.
 PT_HOST_DEVICE Visibility causal_visibility(int64_t seq_len, int64_t n, int64_t i, int64_t window) {
   const int32_t end = static_cast<int32_t>(seq_len) + min_of(static_cast<int32_t>(i - n) + 1, 0);
   Visibility seen{};
@@ -158,22 +157,22 @@ PT_HOST_DEVICE Visibility causal_visibility(int64_t seq_len, int64_t n, int64_t 
   return seen;
 }
 
-// A node's depth is the number of set bits below its own, so a window keeps the highest `window` set bits; what is left
-// of it covers the end of the prefix.
+// Keeps the highest `window` set bits, since a node's depth is the number of lower set bits; the rest covers the
+// prefix's end.
 PT_HOST_DEVICE TreeWindow tree_window(const int32_t* words, int32_t num_words, int32_t num_bits, int32_t tree_start,
                                       int64_t window) {
-  int32_t first_bit = 0, left = static_cast<int32_t>(min_of(window, kMaxWindow - 1));  // of the window
+  int32_t first_bit = 0, left = static_cast<int32_t>(min_of(window, kMaxWindow - 1));  // rest of the window
   for (int32_t bit = (num_bits - 1) / kMaskWordBits * kMaskWordBits; bit >= 0 && left > 0; bit -= kMaskWordBits) {
     const int32_t w = bit / kMaskWordBits;
     uint32_t bits = (w < num_words ? static_cast<uint32_t>(words[w]) : 0u) & bit_range(0, num_bits - bit);
-    while (popcount32(bits) > left) bits &= bits - 1;  // the lowest
+    while (popcount32(bits) > left) bits &= bits - 1;  // clears the lowest
     left -= popcount32(bits);
     if (left == 0) first_bit = bit + popcount32(~bits & (bits - 1));
   }
   return {max_of(tree_start - left, 0), first_bit};
 }
 
-// A query whose mask row is `words`, over a tree that holds the last `tree_len` keys.
+// Reads the query's mask row `words`, over a tree of the last `tree_len` keys.
 PT_HOST_DEVICE Visibility tree_visibility(int64_t seq_len, int64_t tree_len, const int32_t* words, int32_t num_words,
                                           int64_t window) {
   Visibility seen{};
@@ -186,7 +185,7 @@ PT_HOST_DEVICE Visibility tree_visibility(int64_t seq_len, int64_t tree_len, con
   return seen;
 }
 
-// How many keys, the last ones, belong to the tree of a sequence; -1 if its queries are causal.
+// Returns the number of last keys that are the tree's; -1 for causal queries.
 PT_HOST_DEVICE int32_t tree_length(const TreeAttentionParams& p, int64_t b, int32_t num_queries, int32_t seq_len) {
   const int32_t length = p.tree_mask == nullptr ? -1 : p.tree_lens != nullptr ? p.tree_lens[b] : num_queries;
   return clamp_to(length, -1, seq_len);

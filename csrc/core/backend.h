@@ -1,5 +1,5 @@
-// For programs without Torch, which link a backend library and call it with raw pointers: the class Backend, and the
-// params of every op with them.
+// The class Backend and the params of every op, for programs without Torch that call a backend library with raw
+// pointers.
 #pragma once
 
 #include "core/attention.h"

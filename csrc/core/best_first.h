@@ -1,4 +1,5 @@
-// The best-first tree over levels of candidates, written once for every backend: which candidate is the next node.
+// Best-first tree: repeatedly adds the most probable child outside the tree; last dimensions are contiguous.
+// joint(child) = joint(parent) + min(log_prob, 0)
 #pragma once
 
 #include "core/drafting.h"
@@ -7,11 +8,11 @@
 namespace pagedtree {
 
 struct BestFirstTreeParams {
-  const float* log_probs;      // [B, H, K], the last dimension contiguous
-  const int64_t* tokens;       // [B, H, K], the last dimension contiguous
+  const float* log_probs;      // [B, H, K]
+  const int64_t* tokens;       // [B, H, K]
   const int64_t* root_tokens;  // [B]
   int64_t* draft_tokens;       // [B * num_nodes] out
-  float* joints;               // [B * num_nodes] out, log-probabilities of the nodes' paths
+  float* joints;               // [B * num_nodes] out, log-probabilities of the paths
   TreeOutput trees;            // B * num_nodes rows out
   int64_t batch;
   int64_t log_probs_stride, log_probs_level_stride;
@@ -21,21 +22,20 @@ struct BestFirstTreeParams {
   int32_t num_nodes;       // at most kMaxTreeNodes
 };
 
-// A child among the children of one node: the most probable first, among equals the lower rank.
+// Orders the children of one node: most probable first, ties by lower rank.
 struct alignas(8) RankedChild {
-  float joint;   // log-probability of the path to it; -inf: there is no child
+  float joint;   // log-probability of its path; -inf: no child
   int32_t rank;  // index among the candidates of its level
   PT_HOST_DEVICE bool comes_before(RankedChild other) const {
     return joint > other.joint || (joint == other.joint && rank < other.rank);
   }
 };
 
-// What comes before every child, and what comes after all.
+// Sentinels before and after every child.
 constexpr RankedChild kBeforeAll{kInfinity, -1}, kNoChild{-kInfinity, -1};
 
-// The first child of a node at `joint` that comes after `last`, among the ranks begin, begin + step, ... Sums are
-// rounded to fp32, so that candidates that differ may give children that tie: the order is that of the sums, never that
-// of the candidates alone. A sum never exceeds that of the node: rounding keeps the order of exact sums.
+// Returns the first child after `last` among ranks begin, begin + step, ... Sums round to fp32, so different candidates
+// may tie: compare sums, never candidates. No sum exceeds `joint`, because rounding is monotonic.
 PT_HOST_DEVICE RankedChild child_after(const float* log_probs, int32_t num_candidates, float joint, RankedChild last,
                                        int32_t begin, int32_t step) {
   RankedChild best = kNoChild;
@@ -48,35 +48,32 @@ PT_HOST_DEVICE RankedChild child_after(const float* log_probs, int32_t num_candi
   return best;
 }
 
-// Whether a candidate may stand before this other one in a level in descending order; what is never taken comes last.
+// Returns true if `log_prob` may precede `next` in a descending level. Absent candidates come last.
 PT_HOST_DEVICE bool in_order(float log_prob, float next) {
   return !is_present(next) || (is_present(log_prob) && min_of(log_prob, 0.0f) >= min_of(next, 0.0f));
 }
 
-// The child of a node at `joint` by this candidate, if it may be taken.
 PT_HOST_DEVICE RankedChild child_of(float joint, float log_prob, int32_t rank) {
   return is_present(log_prob) ? RankedChild{joint + min_of(log_prob, 0.0f), rank} : kNoChild;
 }
 
-// child_after() in a level in descending order: sums are in this order, too, so that the next rank comes next.
+// Returns child_after() in a descending level: rounding keeps the order, so the next rank comes next.
 PT_HOST_DEVICE RankedChild child_in_order(const float* log_probs, int32_t num_candidates, float joint,
                                           RankedChild last) {
   const int32_t rank = last.rank + 1;
   return rank < num_candidates ? child_of(joint, log_probs[rank], rank) : kNoChild;
 }
 
-// The tree of one sequence while it grows, one node after the other in descending order of their log-probabilities.
 struct BestFirstTree {
   float joints[kMaxTreeNodes];
-  RankedChild next[kMaxTreeNodes];  // each node's first child that is not in the tree
+  RankedChild next[kMaxTreeNodes];  // best child that is not in the tree
   int32_t ranks[kMaxTreeNodes];
   int16_t parents[kMaxTreeNodes];
   int16_t depths[kMaxTreeNodes];
   int16_t last_child[kMaxTreeNodes];
-  int32_t out_of_order[kMaxTreeNodes];  // of levels: whether candidates are not in descending order
+  int32_t out_of_order[kMaxTreeNodes];  // per level: nonzero if not in descending order
 
-  // Whether the next child of node a comes before the next child of node b: the more probable one, then the shallower,
-  // then that of the lower ranks from the root on.
+  // Orders next[a] and next[b]: more probable, then shallower, then lower ranks from the root down.
   PT_HOST_DEVICE bool comes_before(int32_t a, int32_t b) const {
     RankedChild left = next[a], right = next[b];
     if (left.joint != right.joint) return left.joint > right.joint;
@@ -88,7 +85,6 @@ struct BestFirstTree {
     return left.rank < right.rank;
   }
 
-  // Node `node` is this child of `parent`, or the root.
   PT_HOST_DEVICE void append(int32_t node, int32_t parent, int32_t depth, RankedChild child) {
     joints[node] = child.joint;
     ranks[node] = child.rank;
@@ -97,16 +93,13 @@ struct BestFirstTree {
   }
 };
 
-// The levels that a tree of this size can reach.
 PT_HOST_DEVICE int32_t reachable_levels(const BestFirstTreeParams& p) { return min_of(p.num_levels, p.num_nodes - 1); }
 
-// The candidates of the children of a node at `depth`.
 PT_HOST_DEVICE const float* level_after(const BestFirstTreeParams& p, int64_t b, int32_t depth) {
   return p.log_probs + b * p.log_probs_stride + depth * p.log_probs_level_stride;
 }
 
-// Writes row `node` of sequence b's tree, which has `size` nodes; the rows after them are unreachable. The links of
-// nodes are written by the caller.
+// Clears rows from `size` on. The caller writes the node's links.
 PT_HOST_DEVICE void write_best_first(const BestFirstTreeParams& p, int64_t b, const BestFirstTree& tree, int32_t size,
                                      int32_t node) {
   const int64_t row = b * p.num_nodes + node;

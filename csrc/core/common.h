@@ -1,16 +1,16 @@
-// Basic types and helpers of every backend: no Torch, no CUDA runtime.
+// Types and helpers of all backends; no Torch, no CUDA runtime.
 #pragma once
 
 #include <cstdint>
 
-// Always inlined: the CPU backend compiles these once per instruction set, and no copy may be shared by the linker.
+// Always inlined: the CPU backend compiles this once per instruction set, and the linker must not share a copy.
 #if defined(__CUDACC__)
 #define PT_HOST_DEVICE __host__ __device__ __forceinline__
 #else
 #define PT_HOST_DEVICE inline __attribute__((always_inline))
 #endif
 
-// Code that runs once on a GPU is fetched from memory: its loops are not unrolled.
+// For loops that run once: on a GPU, unrolled code costs instruction fetches.
 #if defined(__CUDA_ARCH__)
 #define PT_NO_UNROLL _Pragma("unroll 1")
 #else
@@ -29,7 +29,7 @@ PT_HOST_DEVICE constexpr int64_t element_size(DType dtype) {
 
 constexpr int kMaxTreeNodes = 1024;
 constexpr int64_t kMaxRows = int64_t{1} << 31;  // of a batch: offsets are int32
-constexpr int kMaxCandidates = 1 << 20;         // of a growing draft tree, before its best nodes are chosen
+constexpr int kMaxCandidates = 1 << 20;         // of a growing draft tree
 constexpr int kMaxNgram = 64;
 constexpr int64_t kMaxVocab = 1 << 20;
 constexpr int kMaskWordBits = 32;
@@ -62,7 +62,7 @@ PT_HOST_DEVICE int popcount32(uint32_t bits) {
 #endif
 }
 
-// The largest power of two up to `value`, 0 if there is none.
+// Returns the largest power of two <= value, 0 if there is none.
 PT_HOST_DEVICE int32_t highest_bit(int32_t value) {
 #if defined(__CUDA_ARCH__)
   return value > 0 ? 1 << (31 - __clz(value)) : 0;

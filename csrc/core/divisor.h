@@ -1,4 +1,5 @@
-// Division by a number that is known before the launch of a kernel.
+// Division by a number known before the kernel launch; GPUs have no divide instruction.
+// quotient(v) = (v * ceil(2^(31 + bits) / divisor)) >> (31 + bits), with 2^bits the first power of two >= divisor
 #pragma once
 
 #include <bit>
@@ -7,8 +8,7 @@
 
 namespace pagedtree {
 
-// For values of 31 bits, by a factor of 32 bits: with 2^bits the first power of two not below the divisor, 2^(31 +
-// bits) / divisor, rounded up (Granlund and Montgomery, PLDI 1994). GPUs have no instruction for division.
+// Exact for values of 31 bits with a factor of 32 bits (Granlund and Montgomery, PLDI 1994).
 class SmallDivisor {
  public:
   constexpr SmallDivisor() : SmallDivisor(1) {}

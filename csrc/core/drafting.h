@@ -1,4 +1,5 @@
-// Growing and choosing draft trees, one sequence at a time: written once for every backend.
+// Growth of a draft tree by levels, and the choice of its best nodes (EAGLE-2).
+// score(child) = score(parent) + log p(token | path)
 #pragma once
 
 #include "core/sampling.h"
@@ -7,18 +8,18 @@ namespace pagedtree {
 
 enum class GrowthLaw : int32_t { kTopK, kIid, kSwor, kCoupled };
 
-// Adds a level: B sequences of C candidates, F of them the frontier; K children for each, then a frontier of G.
+// Adds K children to each of F frontier nodes among C candidates, then chooses a frontier of G; B sequences.
 struct ExpandTreeParams {
   const int64_t* tokens;    // [B, C]
   const int32_t* parents;   // [B, C] candidate, -1 at the root
   const float* scores;      // [B, C] cumulative log-probability, -inf = absent
   const int32_t* kv_index;  // [B, C] index in the draft model's tree, -1 = not fed
   const int32_t* frontier;  // [B, F] candidates
-  const int32_t* mask;      // [B * F, mask_words] what they see in the draft model's tree
+  const int32_t* mask;      // [B * F, mask_words] visible nodes of the draft model's tree
   LogitsParams logits;      // B * F rows
   SamplingParams sampling;  // of B; null under kTopK, like the next two
   const int64_t* seeds;     // [B]
-  Integers positions;       // [B], the roots'
+  Integers positions;       // [B] of the roots
   int64_t* out_tokens;      // [B, C + F * K] out
   int32_t* out_parents;     // [B, C + F * K] out
   float* out_scores;        // [B, C + F * K] out
@@ -34,7 +35,7 @@ struct ExpandTreeParams {
   int32_t num_expanded;  // F
   int32_t num_children;  // K
   int32_t num_frontier;  // G
-  int32_t num_kv;        // nodes in the draft model's tree, the F of the frontier included
+  int32_t num_kv;        // nodes in the draft model's tree, frontier included
   int32_t mask_words;
 };
 
@@ -58,8 +59,8 @@ struct RerankTreeParams {
 };
 
 struct MedusaProposeParams {
-  LogitsParams head_logits;    // B rows of head 0; head h begins h * head_stride elements later
-  const int32_t* parents;      // [n] one tree for all
+  LogitsParams head_logits;    // B rows of head 0; strided by head_stride elements per head
+  const int32_t* parents;      // [n] one tree for all sequences
   const int32_t* depths;       // [n]
   const int32_t* child_ranks;  // [n]
   const int64_t* root_tokens;  // [B] or null
@@ -76,11 +77,10 @@ struct MedusaProposeParams {
   int32_t num_top;
 };
 
-// A score that takes part in rankings; -inf and NaN stand for absent.
+// Returns false for -inf and NaN, which mark absent nodes.
 PT_HOST_DEVICE bool is_present(float score) { return score > -kInfinity; }
 
-// Keeps the `capacity` best of a stream in order: higher scores first, among equals the one that came first. Returns
-// the new size.
+// Inserts into the `capacity` best of a stream: higher scores first, ties in order of arrival. Returns the new size.
 template <typename Id>
 PT_HOST_DEVICE int32_t insert_ranked(float* scores, Id* ids, int32_t size, int32_t capacity, float score, Id id) {
   if (size == capacity && (capacity == 0 || !(score > scores[size - 1]))) return size;
@@ -94,32 +94,30 @@ PT_HOST_DEVICE int32_t insert_ranked(float* scores, Id* ids, int32_t size, int32
   return min_of(size + 1, capacity);
 }
 
-// A request to draw one node's children: independent tokens (kIid), or distinct tokens in the order in which they are
-// drawn. kSwor draws them with noise of their own, kCoupled with the noise of the target's sampling at the node.
+// One node's children: independent tokens (kIid), or distinct tokens in order of their draw, with separate noise
+// (kSwor) or the target's sampling noise at the node (kCoupled).
 struct ChildrenDraw {
   GrowthLaw law;
   int32_t count;
   uint64_t seed;
-  int64_t position;  // of the node
+  int64_t position;
   RandomUse use;
-  int64_t* tokens;  // [count] out, -1 where the distribution has fewer tokens
-  float* scores;    // [count] out, log-probabilities, -inf where none
-  float* probs;     // [V] out, the distribution
+  int64_t* tokens;  // [count] out, -1 if none
+  float* scores;    // [count] out, log-probabilities, -inf if none
+  float* probs;     // [V] out
 };
 
-// Which noise frontier node `f` uses. "coupled" shares the target's noise, which is the same for all nodes at a
-// position.
+// Returns the target's noise under "coupled": it is equal for all nodes at a position.
 PT_HOST_DEVICE RandomUse use_of_children(GrowthLaw law, int64_t f) {
   return law == GrowthLaw::kCoupled ? RandomUse::kGumbel : draft_use(f);
 }
 
-// Where the children of frontier node `f` of sequence `b` stand among the candidates.
 PT_HOST_DEVICE int64_t first_child_of(const ExpandTreeParams& p, int64_t b, int64_t f) {
   const int64_t width = p.num_candidates + int64_t{p.num_expanded} * p.num_children;
   return b * width + p.num_candidates + f * p.num_children;
 }
 
-// The score of frontier node `f` of sequence `b`, -inf where the frontier names no candidate.
+// Returns -inf if the frontier names no candidate.
 PT_HOST_DEVICE float frontier_score(const ExpandTreeParams& p, int64_t b, int64_t f) {
   const int32_t candidate = p.frontier[b * p.num_expanded + f];
   if (candidate < 0 || candidate >= p.num_candidates) return -kInfinity;
@@ -127,12 +125,11 @@ PT_HOST_DEVICE float frontier_score(const ExpandTreeParams& p, int64_t b, int64_
   return is_present(score) ? score : -kInfinity;
 }
 
-// The score of a path and one more token: its log-probability is logit - best - log_sum.
+// Adds the log-probability logit - best - log_sum.
 PT_HOST_DEVICE float child_score(float parent, float logit, double best, double log_sum) {
   return parent + min_of(static_cast<float>(logit - best - log_sum), 0.0f);
 }
 
-// Candidates of earlier levels stay as they are.
 PT_HOST_DEVICE void copy_candidate(const ExpandTreeParams& p, int64_t b, int64_t c) {
   const int64_t from = b * p.num_candidates + c;
   const int64_t to = first_child_of(p, b, 0) - p.num_candidates + c;
@@ -142,27 +139,25 @@ PT_HOST_DEVICE void copy_candidate(const ExpandTreeParams& p, int64_t b, int64_t
   p.out_kv_index[to] = p.kv_index[from];
 }
 
-// Records the place of frontier node f in the draft model's tree.
 PT_HOST_DEVICE void enter_frontier(const ExpandTreeParams& p, int64_t b, int32_t f) {
   if (!is_present(frontier_score(p, b, f))) return;
   const int64_t candidates = first_child_of(p, b, 0) - p.num_candidates;
   p.out_kv_index[candidates + p.frontier[b * p.num_expanded + f]] = p.num_kv - p.num_expanded + f;
 }
 
-// New candidate i is child i % K of frontier node i / K.
+// Links new candidate i, child i % K of frontier node i / K.
 PT_HOST_DEVICE void link_child(const ExpandTreeParams& p, int64_t b, int32_t i) {
   const int64_t child = first_child_of(p, b, 0) + i;
   p.out_parents[child] = p.frontier[b * p.num_expanded + i / p.num_children];
   p.out_kv_index[child] = -1;
 }
 
-// The nodes to feed next if children are drawn: always the same places, first ranks first. A choice by the tokens or
-// their scores would bias the verification.
+// Returns fixed places, first ranks first: a choice by tokens or scores would bias the verification.
 PT_HOST_DEVICE int32_t drawn_frontier(const ExpandTreeParams& p, int32_t g) {
   return static_cast<int32_t>(p.num_candidates) + (g % p.num_expanded) * p.num_children + g / p.num_expanded;
 }
 
-// Chooses the nodes to feed next. Under "topk" these are the best new candidates (EAGLE-2), present ones first.
+// Chooses the nodes to feed next: under "topk" the best new candidates, present ones first.
 PT_HOST_DEVICE void choose_frontier(const ExpandTreeParams& p, int64_t b) {
   const int64_t children = first_child_of(p, b, 0);
   const int64_t begin = b * p.num_frontier;
@@ -180,7 +175,7 @@ PT_HOST_DEVICE void choose_frontier(const ExpandTreeParams& p, int64_t b) {
   }
 }
 
-// A frontier node sees what its parent saw, and itself; an absent one sees nothing.
+// Makes a node see its parent's visible nodes and itself; an absent one sees nothing.
 PT_HOST_DEVICE void mask_frontier(const ExpandTreeParams& p, int64_t b, int32_t g) {
   const int64_t row = b * p.num_frontier + g;
   const int32_t child = p.out_frontier[row] - static_cast<int32_t>(p.num_candidates);
@@ -195,7 +190,7 @@ PT_HOST_DEVICE void mask_frontier(const ExpandTreeParams& p, int64_t b, int32_t 
   word = static_cast<int32_t>(static_cast<uint32_t>(word) | (1u << (bit % kMaskWordBits)));
 }
 
-// Writes sequence b's next state; its children's tokens and scores must be there.
+// Requires the children's tokens and scores.
 PT_HOST_DEVICE void grow_tree(const ExpandTreeParams& p, int64_t b) {
   for (int64_t c = 0; c < p.num_candidates; ++c) copy_candidate(p, b, c);
   for (int32_t f = 0; f < p.num_expanded; ++f) enter_frontier(p, b, f);
@@ -204,14 +199,13 @@ PT_HOST_DEVICE void grow_tree(const ExpandTreeParams& p, int64_t b) {
   for (int32_t g = 0; g < p.num_frontier; ++g) mask_frontier(p, b, g);
 }
 
-// Sequence b's tree is chosen among the candidates before this one. Without a root there is no tree.
+// Returns the end of the eligible candidates; 0 without a root.
 PT_HOST_DEVICE int64_t eligible_end(const RerankTreeParams& p, int64_t b) {
   if ((p.active != nullptr && !p.active[b]) || p.num_candidates == 0) return 0;
   if (!is_present(p.scores[b * p.num_candidates])) return 0;
   return p.by_score ? p.num_candidates : min_of<int64_t>(p.num_candidates, p.num_nodes);
 }
 
-// How many nodes sequence b's tree gets.
 PT_HOST_DEVICE int32_t count_reranked(const RerankTreeParams& p, int64_t b) {
   const int64_t end = eligible_end(p, b);
   int64_t count = 0;
@@ -219,7 +213,7 @@ PT_HOST_DEVICE int32_t count_reranked(const RerankTreeParams& p, int64_t b) {
   return static_cast<int32_t>(min_of<int64_t>(count, p.num_nodes));
 }
 
-// Node `node` of sequence b is candidate c; node_of holds the nodes of the candidates before.
+// Requires node_of of the candidates before c.
 PT_HOST_DEVICE void write_reranked(const RerankTreeParams& p, int64_t b, int32_t c, int32_t node) {
   const int64_t from = b * p.num_candidates, to = p.cu_nodes[b] + node;
   const int32_t parent = p.parents[from + c];
@@ -228,8 +222,8 @@ PT_HOST_DEVICE void write_reranked(const RerankTreeParams& p, int64_t b, int32_t
   p.node_map[to] = p.kv_index[from + c];
 }
 
-// Writes the nodes of sequence b in candidate order, so that parents come first. Scores never rise along a path and a
-// parent has the smaller index, so the ancestors of a node among the best are among the best, too.
+// Writes nodes in candidate order, parents first. Scores never rise along a path and parents have smaller indices, so
+// the ancestors of a chosen node are chosen too.
 PT_HOST_DEVICE void rerank_sequence(const RerankTreeParams& p, int64_t b) {
   const int64_t from = b * p.num_candidates;
   const int32_t count = p.cu_nodes[b + 1] - p.cu_nodes[b];
@@ -262,7 +256,7 @@ PT_HOST_DEVICE LogitRow head_row(const MedusaProposeParams& p, int64_t b, int64_
   return row;
 }
 
-// The token of node `node` of the Medusa tree for sequence b; -1 where the head has none.
+// Returns -1 if the head has no such token.
 PT_HOST_DEVICE int64_t medusa_token(const MedusaProposeParams& p, int64_t b, int32_t node) {
   if (node == 0) return p.root_tokens != nullptr ? p.root_tokens[b] : -1;
   const int32_t head = p.depths[node] - 1, rank = p.child_ranks[node];

@@ -1,4 +1,4 @@
-// The names of engines, and the one that the environment asks for.
+// Names of the matrix engines, and the environment's choice.
 #pragma once
 
 #include <cstdlib>
@@ -21,7 +21,7 @@ constexpr const char* engine_name(MatrixEngine engine) {
   return "?";
 }
 
-// `refusal` is what the error says of other names.
+// Raises an error that begins with `refusal` for other names.
 inline MatrixEngine engine_named(const std::string& name, const std::string& refusal) {
   for (const MatrixEngine engine : {MatrixEngine::kMmaSync, MatrixEngine::kWgmma}) {
     if (name == engine_name(engine)) return engine;
@@ -29,7 +29,7 @@ inline MatrixEngine engine_named(const std::string& name, const std::string& ref
   throw std::runtime_error(refusal + ", got " + name);
 }
 
-// What PAGEDTREE_ENGINE names, auto if it is not set; read at each call.
+// Returns the engine named by PAGEDTREE_ENGINE, read at each call; auto if unset.
 inline MatrixEngine engine_from_environment() {
   const char* set = std::getenv("PAGEDTREE_ENGINE");
   const std::string name = set == nullptr ? "" : set;

@@ -1,5 +1,5 @@
-// The head sizes that attention takes. All that depends on them reads this table: checks and their messages, Python
-// (pagedtree._C.HEAD_DIMS), and the CUDA kernels, which do not compile if one has no tile (cuda/attention/config.h).
+// Supported head sizes, for checks, messages, Python (pagedtree._C.HEAD_DIMS) and the CUDA kernels, which do not
+// compile without a tile for each (cuda/attention/config.h).
 #pragma once
 
 #include <cstdint>

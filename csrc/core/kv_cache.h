@@ -1,4 +1,5 @@
-// Where positions of a sequence lie in a paged cache, and which rows move: written once for every backend.
+// Slots of positions in a paged cache, and the moves that compact an accepted path. Last dimensions are contiguous.
+// slot(b, position) = pages[b][position / page_size] * page_size + position % page_size
 #pragma once
 
 #include "core/tree.h"
@@ -14,47 +15,46 @@ struct SlotMappingParams {
   int64_t total_q;  // T
 };
 
-// K or V: where the new rows are and where they go. Strides count elements.
 struct AppendSide {
-  const void* rows;    // [T, num_kv_heads, head_dim], last dimension contiguous
-  void* cache;         // [num_pages, page_size, num_kv_heads, head_dim], last dimension contiguous, written
+  const void* rows;    // [T, num_kv_heads, head_dim]
+  void* cache;         // [num_pages, page_size, num_kv_heads, head_dim], written
   const float* scale;  // [1], or [num_kv_heads] with scale_stride 1; null = 1
   int64_t token_stride, head_stride;
   int64_t cache_page_stride, cache_slot_stride, cache_head_stride;
   int64_t scale_stride;
-  int64_t head_dim;  // V's may be another one than K's
+  int64_t head_dim;  // K and V may differ
 };
 
 struct AppendKvParams {
   AppendSide sides[2];   // K, V
-  int32_t num_sides;     // 1: K alone, as in the latent cache of MLA
+  int32_t num_sides;     // 1: K alone (MLA's latent cache)
   const int64_t* slots;  // [T]
   int64_t num_tokens;    // T
   int64_t num_kv_heads;
   int64_t num_pages, page_size;
   DType dtype;
-  DType cache_dtype;  // dtype: rows are copied; else kFloat8E4M3
+  DType cache_dtype;  // equals dtype: rows are copied; else kFloat8E4M3
 };
 
-// Queries and keys are rotated by the angles of their positions; keys and values are appended. Strides count elements.
+// Rotates q and k by the angles of their positions, and appends k and v.
 struct RopeAppendParams {
-  AppendKvParams append;     // the first side is K; what is stored of it is rotated
-  const void* q;             // [T, num_q_heads, head_dim], last dimension contiguous
-  void* q_out;               // of the same shape, last dimension contiguous, written; may be q
+  AppendKvParams append;     // its first side is K, stored rotated
+  const void* q;             // [T, num_q_heads, head_dim]
+  void* q_out;               // like q, written; may be q
   const int64_t* positions;  // [T]
-  const void* cos_sin;       // [num_angle_rows, rotary_dim], last dimension contiguous: cosines, then sines
+  const void* cos_sin;       // [num_angle_rows, rotary_dim]: cosines, then sines
   int64_t q_token_stride, q_head_stride;
   int64_t out_token_stride, out_head_stride;
   int64_t cos_sin_stride;
-  int64_t num_angle_rows;  // at least 1, if there is a token
+  int64_t num_angle_rows;  // at least 1 if there is a token
   int64_t num_q_heads;
   int64_t head_dim;                  // of queries and keys
-  int64_t rotary_start, rotary_dim;  // the columns that are rotated; rotary_dim is even
-  DType cos_sin_dtype;               // that of the rows, or fp32
-  bool interleaved;                  // pairs are neighbours; else the two halves of the columns
+  int64_t rotary_start, rotary_dim;  // rotated columns; rotary_dim is even
+  DType cos_sin_dtype;               // dtype of the rows, or fp32
+  bool interleaved;                  // pairs are neighbours; else they span both halves
 };
 
-// One tensor of [num_pages, page_size, ...] as bytes: a row is sizes[0] * sizes[1] * sizes[2] runs of run_bytes.
+// A tensor [num_pages, page_size, ...] as bytes: a row is sizes[0] * sizes[1] * sizes[2] runs of run_bytes.
 struct CacheView {
   void* data;
   int64_t page_stride, slot_stride;  // bytes
@@ -65,12 +65,12 @@ struct CacheView {
 
 constexpr int kMaxCompactTensors = 128;
 
-// Small enough to travel as the argument of one launch.
+// Passed by value to one launch.
 struct CompactKvParams {
   CacheView caches[kMaxCompactTensors];
   PageTable table;
   const int32_t* start;         // [B]
-  const int32_t* accept_index;  // [B, path_width], row stride accept_stride
+  const int32_t* accept_index;  // [B, path_width]
   const int32_t* num_accepted;  // [B]
   int32_t* seq_lens;            // [B] out
   int64_t batch;
@@ -80,15 +80,13 @@ struct CompactKvParams {
   int32_t path_width;  // S, at most kMaxTreeNodes
 };
 
-// A place in a cache; a negative page means that there is none.
+// A negative page means none.
 struct Slot {
   int32_t page;
   int32_t offset;
 };
 
-// The place of a position; none if it is outside the table or the table names no page. Whether the page is in the pool
-// is checked by the caller, who knows the pool.
-// `page_of` divides by the table's page size.
+// Returns none outside the table. The caller checks that the page is in the pool. `page_of` divides by page_size.
 template <typename PageOf>
 PT_HOST_DEVICE Slot locate(const PageTable& table, int64_t b, int64_t position, const PageOf& page_of) {
   const int64_t index = position < 0 ? table.max_pages : page_of(position);
@@ -107,7 +105,6 @@ PT_HOST_DEVICE int64_t slot_id(Slot slot, int64_t page_size) {
 
 PT_HOST_DEVICE int64_t num_items(const SlotMappingParams& p) { return p.total_q; }
 
-// The slot of one query row.
 PT_HOST_DEVICE void map_query(const SlotMappingParams& p, int64_t row) {
   p.slots[row] = -1;
   const int64_t b = sequence_of_row(p.cu_seqlens_q, p.batch, row);
@@ -116,16 +113,16 @@ PT_HOST_DEVICE void map_query(const SlotMappingParams& p, int64_t row) {
   p.slots[row] = slot_id(locate(p.table, b, position), p.table.page_size);
 }
 
-// The row of angles of a token: that of its position, or the nearest one.
+// Clamps positions to the table of angles.
 PT_HOST_DEVICE int64_t angle_row(const RopeAppendParams& p, int64_t token) {
   return clamp_to<int64_t>(p.positions[token], 0, p.num_angle_rows - 1);
 }
 
-// The number of accepted drafts of sequence b, bounded by the path's length; -1 if the sequence has no tree.
+// Returns the accepted drafts, at most the path's length; -1 without a tree.
 PT_HOST_DEVICE int32_t path_length(const CompactKvParams& p, int64_t b) {
   if (p.path_width < 1) return -1;
   const int32_t start = p.start[b], root = p.accept_index[b * p.accept_stride], accepted = p.num_accepted[b];
-  // Bits, so that no load waits for another one.
+  // Bitwise or: no load waits for another.
   return min_of(clamp_to(accepted, 0, p.path_width - 1), (start | root) < 0 ? -1 : INT32_MAX);
 }
 
@@ -138,8 +135,7 @@ struct Move {
   Slot from, to;
 };
 
-// The j-th move of sequence b, of the path's node `node`; false if the row is in place already or one of the two places
-// is outside the cache.
+// Returns false if the row is in place or a slot is outside the cache.
 template <typename PageOf>
 PT_HOST_DEVICE bool path_move(const CompactKvParams& p, int64_t b, int32_t j, int32_t node, Move& move,
                               const PageOf& page_of) {
@@ -150,7 +146,6 @@ PT_HOST_DEVICE bool path_move(const CompactKvParams& p, int64_t b, int32_t j, in
   return inside(move.from) && inside(move.to);
 }
 
-// Byte offset of a row in a cache.
 PT_HOST_DEVICE int64_t row_offset(const CacheView& cache, Slot slot) {
   return slot.page * cache.page_stride + slot.offset * cache.slot_stride;
 }

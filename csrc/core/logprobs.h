@@ -1,17 +1,17 @@
-// Log-probabilities of tokens, written once for every backend.
+// Log-probabilities and ranks of tokens.
+// logprob(token) = x(token) - log(sum of exp(x)), x = (logit - max) / temperature
 #pragma once
 
 #include "core/options.h"
 
 namespace pagedtree {
 
-// How likely tokens are, of R rows in a batch of logits.
 struct TokenLogprobsParams {
   LogitsParams logits;      // N rows
-  SamplingParams sampling;  // of R; temperature null: the logits' own softmax
+  SamplingParams sampling;  // of R; temperature null: temperature 1, no filters
   OptionsParams options;    // of R
   Integers tokens;          // [R]
-  Integers rows;            // [R] the row of logits, data null: row r
+  Integers rows;            // [R] row of logits; data null: row r
   float* logprobs;          // [R] out
   int64_t* ranks;           // [R] out
   int64_t* top_tokens;      // [R, top_n] out
@@ -20,25 +20,23 @@ struct TokenLogprobsParams {
   int32_t top_n;
 };
 
-// The row of logits for entry r, -1 if it is out of range.
+// Returns -1 if out of range.
 PT_HOST_DEVICE int64_t logprob_row(const TokenLogprobsParams& p, int64_t r) {
   const int64_t row = p.rows.data == nullptr ? r : integer_at(p.rows, r);
   return row >= 0 && row < p.logits.num_rows ? row : -1;
 }
 
-// The token of entry r, -1 if it is not in the vocabulary.
+// Returns -1 if out of the vocabulary.
 PT_HOST_DEVICE int64_t logprob_token(const TokenLogprobsParams& p, int64_t r) {
   const int64_t token = integer_at(p.tokens, r);
   return token >= 0 && token < p.logits.vocab ? token : -1;
 }
 
-// The distribution that is asked for: that of the logits as they are, unless there are sampling parameters.
 PT_HOST_DEVICE Sampling logprob_sampling(const TokenLogprobsParams& p, int64_t r) {
   return p.sampling.temperature == nullptr ? Sampling{1.0f, 0, 1.0f, 0.0f, false} : sampling_of(p.sampling, r);
 }
 
-// The logarithm of a token's share of `total`, the sum of the distribution's masses. It is exact for unlikely tokens,
-// too, whose mass would be 0.
+// Uses x, not the mass, so that tokens whose mass underflows stay exact.
 PT_HOST_DEVICE float logprob_of(const RowDistribution& distribution, double total, int64_t token, float logit) {
   if (distribution.uniform) logit = 0.0f;
   const float x = distribution.scale(logit);
@@ -46,7 +44,6 @@ PT_HOST_DEVICE float logprob_of(const RowDistribution& distribution, double tota
   return x - log_exact<ScalarMath>(static_cast<float>(total)) + 0.0f;  // never -0
 }
 
-// Entry r where there is no row.
 PT_HOST_DEVICE void write_no_logprobs(const TokenLogprobsParams& p, int64_t r, int64_t first, int64_t step) {
   if (first == 0) {
     p.logprobs[r] = -kInfinity;

@@ -1,8 +1,6 @@
-// exp and log with the same bits on every machine: fixed polynomials, every fused multiply-add spelt out, no libm. The
-// token a seed draws depends on them, so a change of one operation here changes every sampled output.
-//
-// Each function is written once for scalars and vectors: M names the type and its few operations (ScalarMath here,
-// VectorMath in cpu/isa/tile/math.h).
+// exp and log with the same bits on every machine: fixed polynomials, explicit fused multiply-adds, no libm. Every
+// seeded draw depends on these bits.
+// M supplies a scalar or vector type and its operations (ScalarMath here, VectorMath in cpu/isa/tile/math.h).
 #pragma once
 
 #include <cstring>
@@ -41,7 +39,7 @@ struct ScalarMath {
   static PT_HOST_DEVICE uint32_t to_uint(float x) { return static_cast<uint32_t>(x); }
   static PT_HOST_DEVICE void multiply(uint32_t a, uint32_t b, uint32_t& high, uint32_t& low) {
 #if defined(__CUDA_ARCH__)
-    // One instruction; for a 64-bit product nvcc would emit two.
+    // nvcc would emit two instructions for a 64-bit product.
     high = __umulhi(a, b);
     low = a * b;
 #else
@@ -55,15 +53,15 @@ struct ScalarMath {
 constexpr float kInfinity = __builtin_inff();
 constexpr float kLog2E = 1.44269504f;
 constexpr float kLn2 = 0.693147181f;
-// ln 2 in two parts; the first has few enough bits that an exponent times it is exact.
+// ln 2 in two parts; the first times an exponent is exact.
 constexpr float kLn2High = 0.693359375f;
 constexpr float kLn2Low = -2.12194440e-4f;
 
-// e^x for x in [-87, 88], relative error below 2e-7; smaller x (-inf included) reads as -87.
+// Returns e^x for x in [-87, 88], relative error below 2e-7; smaller x reads as -87.
 template <typename M>
 PT_HOST_DEVICE typename M::Float exp_exact(typename M::Float x) {
   x = M::max(x, M::splat(-87.0f));
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves no fraction bits
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   const auto shifted = x * kLog2E + kRound;
   const auto n = shifted - kRound;
   auto r = M::fma(n, M::splat(-kLn2High), x);
@@ -77,12 +75,12 @@ PT_HOST_DEVICE typename M::Float exp_exact(typename M::Float x) {
   p = M::fma(p, r, M::splat(0.5f));
   p = M::fma(p, r, M::splat(1.0f));
   p = M::fma(p, r, M::splat(1.0f));
-  // p times 2^n: n stands in the low bits of `shifted`, and the product is normal.
+  // p * 2^n: the low bits of `shifted` hold n, and the product is normal.
   const auto exponent = M::template bits<typename M::Uint>(shifted) << 23;
   return M::template bits<typename M::Float>(M::template bits<typename M::Uint>(p) + exponent);
 }
 
-// exponent * ln 2 + log(1 + t) for 1 + t in [sqrt(1/2), sqrt(2)), relative error below 3e-7 overall.
+// Returns exponent * ln 2 + log(1 + t) for 1 + t in [sqrt(1/2), sqrt(2)), relative error below 3e-7.
 template <typename M>
 PT_HOST_DEVICE typename M::Float log_of_parts(typename M::Float exponent, typename M::Float t) {
   // Minimax fit of (log(1 + t) - t + t^2 / 2) / t^3.
@@ -98,7 +96,7 @@ PT_HOST_DEVICE typename M::Float log_of_parts(typename M::Float exponent, typena
   return M::fma(exponent, M::splat(kLn2High), t + M::fma(exponent, M::splat(kLn2Low), tail));
 }
 
-// Splits y > 0 (normal) into 2^exponent * (1 + t) with 1 + t in [sqrt(1/2), sqrt(2)).
+// Splits a normal y > 0 into 2^exponent * (1 + t), 1 + t in [sqrt(1/2), sqrt(2)).
 template <typename M>
 PT_HOST_DEVICE void split_for_log(typename M::Float y, typename M::Float& exponent, typename M::Float& t) {
   constexpr int32_t kSqrtHalf = 0x3f3504f3;
@@ -107,7 +105,7 @@ PT_HOST_DEVICE void split_for_log(typename M::Float y, typename M::Float& expone
   t = M::template bits<typename M::Float>((offset & 0x7fffff) + kSqrtHalf) - 1.0f;
 }
 
-// log(y) for normal y > 0.
+// Requires a normal y > 0.
 template <typename M>
 PT_HOST_DEVICE typename M::Float log_exact(typename M::Float y) {
   typename M::Float exponent, t;
@@ -115,13 +113,13 @@ PT_HOST_DEVICE typename M::Float log_exact(typename M::Float y) {
   return log_of_parts<M>(exponent, t);
 }
 
-// -log(1 - v) for v = (word + 1/2) 2^-32, accurate at both ends: an Exp(1) variate.
+// Returns an Exp(1) variate -log(1 - v), v = (word + 1/2) 2^-32, accurate at both ends.
 template <typename M>
 PT_HOST_DEVICE typename M::Float exponential_of_word(typename M::Uint word) {
   constexpr float kScale = 1.0f / 4294967296.0f;
   typename M::Float exponent, t;
   split_for_log<M>((M::to_float(~word) + 0.5f) * kScale, exponent, t);  // 1 - v
-  // Where 1 - v is near 1 it has lost the low bits of v: there t is v itself.
+  // 1 - v loses the low bits of a small v; t is v itself there.
   const auto v = (M::to_float(word) + 0.5f) * kScale;
   const auto small = v < 0.25f;
   exponent = M::select(small, M::splat(0.0f), exponent);

@@ -1,5 +1,5 @@
-// Drafts from the text itself: where its last tokens occur earlier, and the trie of what followed them. Written once
-// for every backend.
+// Drafts from earlier text: a trie of the continuations of earlier matches of the last n tokens.
+// for n = max_ngram .. min_ngram, for each place after a match of n tokens, latest first: insert(continuation)
 #pragma once
 
 #include "core/params.h"
@@ -7,10 +7,10 @@
 namespace pagedtree {
 
 struct NgramProposeParams {
-  const int64_t* history;       // [num_histories, history_width], row stride history_stride
+  const int64_t* history;       // [num_histories, history_width]
   const int32_t* history_lens;  // [num_histories]
   const int32_t* history_rows;  // [B] or null: sequence b has history b
-  const int64_t* extra;         // [B, extra_width], row stride extra_stride; or null
+  const int64_t* extra;         // [B, extra_width] or null
   const uint8_t* active;        // [B] or null
   int64_t* draft_tokens;        // [B * max_nodes] out
   int32_t* parents;             // [B * max_nodes] out
@@ -29,28 +29,25 @@ struct NgramProposeParams {
   int32_t max_branches;
 };
 
-// A place in a text: tokens [0, end) are before it, [end, size) after it.
+// Position in a text: tokens [0, end) precede it.
 struct TextPlace {
   const int64_t* text;
   int64_t size;
   int64_t end;
 };
 
-// What a trie holds.
 struct TrieSize {
   int32_t num_nodes = 0;
   int32_t num_leaves = 0;
-  int32_t num_open = 0;  // leaves above the greatest depth: a longer continuation may go on there
+  int32_t num_open = 0;  // leaves above max_depth, which may be extended
 };
 
-// A way down a trie: its last node, and how deep that is.
 struct TriePath {
   int32_t node = 0;
   int32_t depth = 0;
 };
 
-// The trie of one sequence's continuations. Nodes are numbered in the order of insertion: parents precede children, and
-// better continuations precede worse ones.
+// Nodes are numbered by insertion: parents precede children, better continuations precede worse ones.
 struct DraftTrie {
   int64_t* tokens;   // [max_nodes]
   int32_t* parents;  // [max_nodes]
@@ -62,14 +59,12 @@ struct DraftTrie {
   int32_t max_branches;
   TrieSize size = {};
 
-  // Starts the trie with its root.
   PT_HOST_DEVICE void plant(int64_t token) {
     size = {.num_nodes = 1};
     tokens[0] = token;
     parents[0] = first_child[0] = last_child[0] = next_sibling[0] = -1;
   }
 
-  // False if no continuation whatever can add a node.
   PT_HOST_DEVICE bool can_grow() const {
     return size.num_nodes < max_nodes && max_depth > 0 && (size.num_leaves < max_branches || size.num_open > 0);
   }
@@ -80,28 +75,26 @@ struct DraftTrie {
     return child;
   }
 
-  // The first child of a node opens no branch, except at the root.
+  // Returns false for a node's first child, which extends a branch, except at the root.
   PT_HOST_DEVICE bool opens_branch(int32_t node) const { return node == 0 || first_child[node] >= 0; }
 
-  // Whether the bounds allow one more child of this node. If they do not, they never will: nothing is removed.
+  // Stays false once false: nothing is removed.
   PT_HOST_DEVICE bool can_add(int32_t node) const {
     return size.num_nodes < max_nodes && (!opens_branch(node) || size.num_leaves < max_branches);
   }
 
-  // The sizes when a path of `count` nodes below `parent` is added, the last one at depth `depth`.
+  // Sizes after adding `count` nodes below `parent`, the last at `depth`.
   PT_HOST_DEVICE TrieSize size_with_path(int32_t parent, int32_t count, int32_t depth) const {
     const bool branch = opens_branch(parent);
     return {size.num_nodes + count, size.num_leaves + branch, size.num_open + (depth < max_depth) - !branch};
   }
 
-  // Makes `node`, which has no sibling after it, the last child of `parent`.
   PT_HOST_DEVICE void link(int32_t parent, int32_t node) {
     const int32_t older = last_child[parent];
     (older < 0 ? first_child[parent] : next_sibling[older]) = node;
     last_child[parent] = node;
   }
 
-  // Adds a child at depth `depth` to `parent`.
   PT_HOST_DEVICE int32_t add(int32_t parent, int64_t token, int32_t depth) {
     const int32_t node = size.num_nodes;
     size = size_with_path(parent, 1, depth);
@@ -112,12 +105,10 @@ struct DraftTrie {
     return node;
   }
 
-  // How many tokens after the place count.
   PT_HOST_DEVICE int32_t path_length(const TextPlace& place) const {
     return static_cast<int32_t>(min_of<int64_t>(place.size - place.end, max_depth));
   }
 
-  // Follows the tokens after the place as far as there are nodes.
   PT_HOST_DEVICE void walk(const TextPlace& place, TriePath& path) const {
     for (const int32_t length = path_length(place); path.depth < length; ++path.depth) {
       const int32_t child = find_child(path.node, place.text[place.end + path.depth]);
@@ -126,12 +117,11 @@ struct DraftTrie {
     }
   }
 
-  // The token where the walk ended, -1 if no more count.
   PT_HOST_DEVICE int64_t token_after(const TextPlace& place, const TriePath& path) const {
     return path.depth < path_length(place) ? place.text[place.end + path.depth] : -1;
   }
 
-  // Adds the path of the at most max_depth tokens after the place, up to the first negative one.
+  // Inserts at most max_depth tokens, up to the first negative one.
   PT_HOST_DEVICE void insert(const TextPlace& place) {
     TriePath path;
     walk(place, path);
@@ -141,20 +131,18 @@ struct DraftTrie {
   }
 };
 
-// Where the last tokens of a sequence are looked for: in its history, then in the extra text. Their places have one
-// numbering, in the order in which they count: most recent first.
+// The history, then the extra text. One numbering covers all places, most recent first.
 struct NgramTexts {
   const int64_t* history;
   int64_t history_len;
   const int64_t* extra;
   int64_t extra_len;
 
-  // How many last tokens there are, at most `max_ngram`.
   PT_HOST_DEVICE int32_t most_tokens(int32_t max_ngram) const {
     return static_cast<int32_t>(min_of<int64_t>(history_len, max_ngram));
   }
 
-  // A place has a token before it and one after it.
+  // Counts places with a token before and after them.
   PT_HOST_DEVICE int64_t num_history_places() const { return max_of<int64_t>(history_len - 1, 0); }
   PT_HOST_DEVICE int64_t num_places() const { return num_history_places() + max_of<int64_t>(extra_len - 1, 0); }
 
@@ -179,12 +167,11 @@ PT_HOST_DEVICE NgramTexts ngram_texts(const NgramProposeParams& p, int64_t b) {
   return texts;
 }
 
-// Where the places of sequence b begin in scratch.
 PT_HOST_DEVICE int64_t first_place(const NgramProposeParams& p, int64_t b) {
   return b * (p.history_width + p.extra_width);
 }
 
-// A trie of sequence b in the arrays tokens [p.max_nodes] and links [4, capacity].
+// Uses tokens [p.max_nodes] and links [4, capacity].
 PT_HOST_DEVICE DraftTrie draft_trie(const NgramProposeParams& p, int64_t* tokens, int32_t* links, int32_t capacity) {
   return {.tokens = tokens,
           .parents = links,
@@ -196,30 +183,27 @@ PT_HOST_DEVICE DraftTrie draft_trie(const NgramProposeParams& p, int64_t* tokens
           .max_branches = p.max_branches};
 }
 
-// The last tokens of a history, at most kMaxNgram.
 struct NgramPattern {
-  int64_t tokens[kMaxNgram];    // at the end of the array, the last token last
-  int32_t overlaps[kMaxNgram];  // [i]: how many of the last tokens are also the last of those before the i last ones
+  int64_t tokens[kMaxNgram];    // right-aligned
+  int32_t overlaps[kMaxNgram];  // [i]: common suffix of the pattern and the pattern without its last i tokens
   int32_t size;
 
   PT_HOST_DEVICE int64_t from_end(int64_t i) const { return tokens[kMaxNgram - 1 - i]; }
 
-  // The tokens of `texts` that belong here; any thread may copy any of them.
   PT_HOST_DEVICE void copy_token(const NgramTexts& texts, int64_t i) {
     tokens[kMaxNgram - 1 - i] = texts.history[texts.history_len - 1 - i];
   }
 
-  // Completes the pattern when its `count` tokens are there. It ends before a negative one.
+  // Requires `count` copied tokens. The pattern ends before a negative one.
   PT_HOST_DEVICE void complete(int32_t count);
 };
 
-// How much of the text before each place equals the pattern, for places from the end of the text to its beginning.
-// A token that is known to equal the pattern's is not compared again (the Z algorithm, on the reversed text): of the
-// comparisons for m places, at most m fail, and at most m + pattern.size succeed.
+// Returns match lengths before places, from the text's end down: the Z algorithm on the reversed text. m places cost at
+// most m failing and m + pattern.size matching comparisons.
 struct PatternMatcher {
   const NgramPattern& pattern;
   const int64_t* text;
-  // The match that reaches furthest back: the tokens before place `match_end`, from `match_begin` on.
+  // The match that reaches furthest back.
   int64_t match_begin, match_end;
 
   PT_HOST_DEVICE PatternMatcher(const NgramPattern& pattern_, const int64_t* text_, int64_t size)
@@ -246,9 +230,9 @@ PT_HOST_DEVICE void NgramPattern::complete(int32_t count) {
   for (int32_t i = 1; i < size; ++i) overlaps[i] = matcher.match_length(size - i);
 }
 
-// The last place in (begin, end] after `token`; `begin` if there is none.
+// Returns the last place in (begin, end] after `token`, else `begin`.
 PT_HOST_DEVICE int64_t last_place_after(const int64_t* text, int64_t begin, int64_t end, int64_t token) {
-  constexpr int64_t kTogether = 8;  // tokens whose loads are on their way at once
+  constexpr int64_t kTogether = 8;  // independent loads in flight
   for (; end - begin >= kTogether; end -= kTogether) {
     bool found = false;
     for (int64_t i = 1; i <= kTogether; ++i) found |= text[end - i] == token;
@@ -258,7 +242,7 @@ PT_HOST_DEVICE int64_t last_place_after(const int64_t* text, int64_t begin, int6
   return end;
 }
 
-// visit(place, n) for the places of one text, whose numbers begin with `first_place`; false if visit stopped.
+// Matches of one text, numbered from `first_place`; false if visit stopped.
 template <typename Visit>
 PT_HOST_DEVICE bool match_places_of(const NgramPattern& pattern, int32_t min_ngram, const int64_t* text, int64_t size,
                                     int64_t first_place, Visit visit) {
@@ -274,8 +258,8 @@ PT_HOST_DEVICE bool match_places_of(const NgramPattern& pattern, int32_t min_ngr
   return true;
 }
 
-// Calls visit(place, n) for each place before which exactly n tokens equal the pattern's last n (n or more if
-// n == pattern.size), n >= min_ngram, until it returns false.
+// Calls visit(place, n) for each place with exactly n >= min_ngram matching tokens before it (n or more if n ==
+// pattern.size), until it returns false.
 template <typename Visit>
 PT_HOST_DEVICE void match_places(const NgramTexts& texts, const NgramPattern& pattern, int32_t min_ngram, Visit visit) {
   if (pattern.size < min_ngram) return;
@@ -284,10 +268,10 @@ PT_HOST_DEVICE void match_places(const NgramTexts& texts, const NgramPattern& pa
   match_places_of(pattern, min_ngram, texts.extra, texts.extra_len, border, visit);
 }
 
-// Lists of places, each in the order in which places were appended.
+// Lists in order of insertion.
 struct PlaceLists {
-  int32_t* next;  // [number of places]: the place after this one in its list; after the last one, the first one
-  int32_t last[kMaxNgram];  // of each list, -1 if it is empty
+  int32_t* next;            // [number of places] circular
+  int32_t last[kMaxNgram];  // -1 if empty
 
   PT_HOST_DEVICE void clear(int32_t count) {
     for (int32_t list = 0; list < count; ++list) last[list] = -1;
@@ -302,13 +286,13 @@ struct PlaceLists {
   }
 };
 
-// Tells whether the continuation is that of the place before, which is settled and so can add nothing more. Where a
-// text repeats itself, one period is compared for each place, not the whole continuation.
+// True if a continuation equals the previous one and so adds nothing. In periodic text one period is compared per
+// place.
 struct RepeatCheck {
   int64_t max_depth;
-  TextPlace before = {};  // the place before
-  int64_t apart = 0;      // the one before that was so far from it,
-  bool same = false;      // with the same continuation
+  TextPlace before = {};
+  int64_t apart = 0;  // between the last two places
+  bool same = false;  // their continuations were equal
 
   PT_HOST_DEVICE bool repeats(const TextPlace& place) {
     const int64_t distance = before.end - place.end;
@@ -323,7 +307,7 @@ struct RepeatCheck {
   }
 };
 
-// Builds sequence b's trie in scratch, by one thread; returns its number of nodes.
+// Builds sequence b's trie in scratch on one thread. Returns its size.
 PT_HOST_DEVICE int32_t propose_ngrams(const NgramProposeParams& p, int64_t b) {
   const NgramTexts texts = ngram_texts(p, b);
   if (texts.history_len == 0 || (p.active != nullptr && !p.active[b])) return 0;
@@ -343,7 +327,7 @@ PT_HOST_DEVICE int32_t propose_ngrams(const NgramProposeParams& p, int64_t b) {
     return trie.can_grow();
   };
   if (!trie.can_grow()) return trie.size.num_nodes;
-  // The longest n-grams count first: they may fill the trie before all places have been looked at.
+  // The longest n-grams may fill the trie first.
   match_places(texts, pattern, p.min_ngram, [&](int64_t place, int32_t n) {
     if (n == p.max_ngram) return insert(place);
     lists.append(n - p.min_ngram, static_cast<int32_t>(place));

@@ -1,6 +1,6 @@
-// Gumbel noise by groups of eight tokens. Of eight Exp(1) variates the least is one over eight, each of them may be it,
-// and the others lie above it as if they began there. So one word gives a group's largest noise, and only where that
-// may win a race are the noises of all its tokens drawn: from a member's number and seven words.
+// Gumbel noise -log(Exp(1)) by groups of eight tokens. The minimum of eight Exp(1) variates is Exp(1) / 8, each is
+// equally likely to attain it, and the others exceed it by independent Exp(1) variates. One word gives a group's
+// largest noise; only possible winners of a race draw the rest: a member's index and seven words.
 #pragma once
 
 #include "core/philox.h"
@@ -8,10 +8,10 @@
 namespace pagedtree {
 
 constexpr int kNoiseGroup = 8;
-constexpr int kNoiseRun = 128;  // groups whose words are those of 32 consecutive blocks
+constexpr int kNoiseRun = 128;  // groups that share 32 consecutive blocks
 constexpr float kMaxNoise = 25.0f, kMinNoise = -3.25f;
 
-// Group g has word run_word(g) of block run_block(g): a warp's lanes each draw one block for four groups 32 apart.
+// Assigns word run_word(g) of block run_block(g) to group g: a lane draws one block for four groups 32 apart.
 PT_HOST_DEVICE uint32_t run_block(uint32_t group) { return group / kNoiseRun * 32 + group % 32; }
 PT_HOST_DEVICE uint32_t run_word(uint32_t group) { return group / 32 % 4; }
 
@@ -20,27 +20,25 @@ PT_HOST_DEVICE uint32_t word_of_run(uint32_t group, const uint32_t* words) {
   return at & 1 ? odd : even;
 }
 
-// The least of a group's exponentials.
 template <typename M>
 PT_HOST_DEVICE typename M::Float least_exponential(typename M::Uint word) {
   return exponential_of_word<M>(word) * (1.0f / kNoiseGroup);
 }
 
-// The noise with this exponential; absolute error below 2e-6.
+// Returns -log(exponential), absolute error below 2e-6.
 template <typename M>
 PT_HOST_DEVICE typename M::Float noise_of(typename M::Float exponential) {
   return -log_exact<M>(exponential);
 }
 
-// An upper bound of a group's noise for a fraction of its cost, at most 0.07 too high where the noise exceeds 5. It
-// uses -log(1 - v) >= v and log2(1 + f) >= f, where f is the mantissa as it stands.
+// Returns a cheap upper bound, at most 0.07 too high for noise above 5: -log(1 - v) >= v, and log2(1 + f) >= f for the
+// mantissa f.
 template <typename M>
 PT_HOST_DEVICE typename M::Float noise_bound(typename M::Uint word) {
   const auto log2_bits = M::to_float(M::template bits<typename M::Int>(M::to_float(word)));  // (log2(word) + 127) 2^23
   return M::fma(log2_bits, M::splat(-kLn2 / 8388608.0f), M::splat((32 + 3 + 127) * kLn2 + 1e-3f));
 }
 
-// What the noises of a group's tokens are made of.
 struct NoiseGroup {
   uint32_t words[kNoiseGroup]{};
   float least = 0.0f;
@@ -56,9 +54,9 @@ struct NoiseGroup {
     }
   }
 
-  // The member that has the least exponential.
+  // Returns the member with the smallest exponential.
   PT_HOST_DEVICE uint32_t first() const { return words[0] >> 29; }
-  // The noise of a member. Words are selected in steps, as an index would put them into memory.
+  // Selects words in steps: an index would move the array to memory.
   PT_HOST_DEVICE float noise(uint32_t member) const {
     const uint32_t at = member + (member < first());
     const auto pick = [](uint32_t second, uint32_t a, uint32_t b) { return second ? b : a; };

@@ -1,12 +1,12 @@
-// The ops of a backend, in one table, and the class that every backend implements. Nothing here knows Torch or CUDA.
+// The table of ops and the class that every backend implements, without Torch or CUDA.
 #pragma once
 
 #include "core/common.h"
 
-// OP: an op with a host of its own in each backend; its name and the struct that it takes.
-// RULE: an op that treats each of its items (rows, trees, sequences) by itself. rule(params, i), for each i below
-// num_items(params), is all that there is of it: cpu/rules.cpp and cuda/rules.cu run it. Fewer items than `grain` are
-// not worth a thread of the CPU. Params and rules are in the header of the op's family.
+// OP(name, params): each backend has a host function.
+// RULE(name, params, rule, grain): the op is rule(params, i) for each i below num_items(params), run by cpu/rules.cpp
+// and cuda/rules.cu. Fewer items than `grain` are not worth a CPU thread. Each family's header has its params and
+// rules.
 #define PT_EACH_OP(OP, RULE)                                \
   OP(build_trees, BuildTreesParams)                         \
   OP(sample, SampleParams)                                  \
@@ -50,8 +50,8 @@ namespace pagedtree {
 PT_EACH_OP(PT_DECLARE_PARAMS, PT_DECLARE_PARAMS)
 #undef PT_DECLARE_PARAMS
 
-// How a call runs. CUDA uses `stream`; the CPU backend splits its work with `parallel_for`, so that it shares the
-// caller's thread pool. A null `parallel_for` runs on the calling thread.
+// CUDA uses `stream`. The CPU backend splits work with `parallel_for` to share the caller's thread pool; null runs on
+// the calling thread.
 struct ExecContext {
   using Body = void (*)(int64_t begin, int64_t end, void* state);
   void* stream = nullptr;
@@ -59,23 +59,22 @@ struct ExecContext {
   void (*parallel_for)(int64_t begin, int64_t end, int64_t grain_size, Body body, void* state) = nullptr;
 };
 
-// In which inputs backends differ.
 struct Support {
-  bool recurrent_float32;  // fp32 in the ops of recurrent layers
-  int cache_alignment;     // tree_attention's caches have addresses and strides that are multiples of this many bytes
+  bool recurrent_float32;  // of the recurrent ops
+  int cache_alignment;     // bytes; divides the addresses and strides of tree_attention's caches
 };
 
-// Each op is a function of its name: `backend.commit(params, ctx)`. A backend that leaves out an op does not build.
+// A backend that lacks an op does not build.
 class Backend {
  public:
   const char* const name;
   const Support support;
-  const int64_t max_option_rows;  // of fp32 scratch under request options; 0: the backend has memory of its own
+  const int64_t max_option_rows;  // rows of fp32 scratch for request options; 0: the backend allocates
 
 #define PT_OP(op, Params, ...) virtual void op(const Params&, const ExecContext&) const = 0;
   PT_EACH_OP(PT_OP, PT_OP)
 #undef PT_OP
-  // In bytes; reads no tensor.
+  // Returns bytes; reads no tensor.
   virtual int64_t tree_attention_scratch(const TreeAttentionParams&, const ExecContext&) const = 0;
 
  protected:
@@ -84,7 +83,6 @@ class Backend {
   ~Backend() = default;
 };
 
-// What a backend's class declares.
 #define PT_OVERRIDE(op, Params, ...) void op(const Params&, const ExecContext&) const override;
 #define PT_OVERRIDES                   \
   PT_EACH_OP(PT_OVERRIDE, PT_OVERRIDE) \
@@ -96,7 +94,7 @@ PT_EXPORT const Backend& backend();
 namespace cuda {
 PT_EXPORT const Backend& backend();
 }
-namespace simt {  // the CUDA kernels, executed on the CPU
+namespace simt {
 PT_EXPORT const Backend& backend();
 }
 

@@ -1,9 +1,6 @@
-// Request options at a row of logits, written once for every backend: which tokens are forbidden, what is added to the
-// others, which penalties they pay. A backend then reads the row in fp32, as plain decoding would have it after the
-// tokens of the row's path. Whether the row in memory has a NaN is still known.
-//
-// Tokens are adjusted as if nothing were biased and no draft had been accepted (the dense part, which each backend
-// vectorises in its own way, at once or where it reads); RowPatch corrects the few others.
+// Request options on a row of logits, in fp32, as plain decoding applies them after the tokens of the row's path.
+// allowed ? penalised(min(logit, largest) + bias, count in output and path) : -inf;  NaN stays NaN
+// The dense part, vectorised per backend, adjusts all columns without biases and path; RowPatch corrects the rest.
 #pragma once
 
 #include "core/sampling.h"
@@ -12,7 +9,7 @@
 
 namespace pagedtree {
 
-// The penalties of one sequence, in range.
+// Clamped to their ranges.
 struct Penalties {
   float repetition = 1.0f, presence = 0.0f, frequency = 0.0f;
   PT_HOST_DEVICE bool any() const { return repetition != 1.0f || presence != 0.0f || frequency != 0.0f; }
@@ -26,21 +23,21 @@ PT_HOST_DEVICE Penalties penalties_of(const OptionsParams& o, int64_t b) {
   Penalties penalties;
   if (o.repetition != nullptr) {
     const float given = o.repetition[b * o.repetition_stride];
-    penalties.repetition = given > 0.0f ? clamp_to(given, kMinNormal, kMaxFloat) : 1.0f;  // NaN is off, too
+    penalties.repetition = given > 0.0f ? clamp_to(given, kMinNormal, kMaxFloat) : 1.0f;  // NaN is off
   }
   penalties.presence = subtracted_penalty(o.presence, b * o.presence_stride);
   penalties.frequency = subtracted_penalty(o.frequency, b * o.frequency_stride);
   return penalties;
 }
 
-// The logit of a token that was generated `count` times; `in_prompt` and the result of a comparison are masks of M.
+// Applies the penalties after `count` occurrences. `in_prompt` is a mask of M.
 template <typename M, typename Mask>
 PT_HOST_DEVICE typename M::Float penalised(const Penalties& penalties, typename M::Float logit, typename M::Float count,
                                            Mask in_prompt) {
   const auto said = count > 0.0f;
   const auto scaled = M::select(logit > 0.0f, logit / penalties.repetition, logit * penalties.repetition);
   logit = M::select(said | in_prompt, scaled, logit);
-  // Two roundings, as in Torch: fma() keeps compilers from making it one.
+  // Two roundings, as in Torch: fma() prevents contraction.
   logit = logit - M::fma(M::splat(penalties.frequency), count, M::splat(0.0f));
   return M::select(said, logit - penalties.presence, logit);
 }
@@ -49,14 +46,14 @@ PT_HOST_DEVICE float largest_logit(DType dtype) {
   return dtype == DType::kFloat32 ? kMaxFloat : dtype == DType::kFloat16 ? kMaxFloat16 : kMaxBFloat16;
 }
 
-// The entries [begin, end) of one sequence in a list of `size`; none without offsets that ascend inside it.
+// Returns none if the offsets are out of order or range.
 PT_HOST_DEVICE NodeRange entries_of(const int32_t* offsets, int64_t b, int64_t size) {
   if (offsets == nullptr) return {0, 0};
   const int64_t begin = offsets[b], end = offsets[b + 1];
   return begin >= 0 && begin <= end && end <= size ? NodeRange{begin, end} : NodeRange{0, 0};
 }
 
-// A place on a path of drafts; it ends at the root, which is node 0, whatever the parents say.
+// A path ends at the root, node 0, for any parents.
 struct PathPlace {
   const OptionsParams& o;
   int64_t root;  // row
@@ -72,10 +69,10 @@ struct PathPlace {
   }
 };
 
-// Whether the stop ids are forbidden before the least position: kDecide forbids them if that leaves a token.
+// Stop ids before the minimum position: kDecide forbids them only if another token remains.
 enum class Stops : int32_t { kDecide, kForbid, kAllow };
 
-// The options at one row. Tokens are numbered in the whole vocabulary; the row's first column is o.first_token.
+// Tokens are ids of the whole vocabulary; the row's first column is o.first_token.
 struct RowOptions {
   const OptionsParams& o;
   int64_t sequence;
@@ -93,7 +90,6 @@ struct RowOptions {
 
   PT_HOST_DEVICE PathPlace path() const { return {o, root, node}; }
 
-  // The row's part of a packed mask.
   PT_HOST_DEVICE const int32_t* words(const int32_t* mask, int64_t stride) const { return mask + sequence * stride; }
   PT_HOST_DEVICE static bool bit(const int32_t* words, int64_t token) {
     const uint32_t at = static_cast<uint32_t>(token);
@@ -108,7 +104,6 @@ struct RowOptions {
     return o.allowed_mask == nullptr || bit(words(o.allowed_mask, o.allowed_stride), o.first_token + column);
   }
 
-  // How often the token was generated, on the path, too, unless it is known not to be there.
   PT_HOST_DEVICE float count_of(int64_t token, bool may_be_on_path) const {
     int64_t count = o.output_counts == nullptr ? 0 : max_of(o.output_counts[sequence * o.counts_stride + token], 0);
     PT_NO_UNROLL
@@ -116,8 +111,7 @@ struct RowOptions {
     return static_cast<float>(count);
   }
 
-  // A column's logit, given the one in memory and the sum of what is added to it, before anything forbids it for the
-  // path's sake.
+  // Returns the adjusted logit before path-dependent bans.
   PT_HOST_DEVICE float adjusted(const LogitRow& row, int64_t column, float raw, float bias,
                                 bool may_be_on_path = true) const {
     if (raw != raw) return raw;
@@ -135,7 +129,7 @@ struct RowOptions {
     return static_cast<int64_t>(position + static_cast<uint64_t>(int64_t{depth}) + 1) < o.min_position[sequence];
   }
 
-  // Whether the text, that of the path included, ends in these tokens.
+  // Returns true if output and path end in these tokens.
   PT_HOST_DEVICE bool text_ends_in(const int32_t* tokens, int64_t count) const {
     int64_t left = 0, start = 0;
     if (o.history != nullptr) {
@@ -160,7 +154,7 @@ struct RowOptions {
   }
 };
 
-// The sum of what is listed for a token. NaN is no entry; opposite infinities forbid.
+// Sums the biases. NaN entries are ignored; opposite infinities forbid.
 PT_HOST_DEVICE float bias_of_token(const OptionsParams& o, const NodeRange& entries, int64_t token) {
   float sum = 0.0f;
   PT_NO_UNROLL
@@ -170,24 +164,23 @@ PT_HOST_DEVICE float bias_of_token(const OptionsParams& o, const NodeRange& entr
   return sum == sum ? sum : -kInfinity;
 }
 
-// How a row is written: all columns as if there were neither biases nor a path, then the others anew.
 enum class RowStep : int32_t { kColumns, kPath, kBias, kBadWords, kStops };
 
-// Writes a row, or corrects one that the dense part has written. All threads of a `Writer` call this together:
+// Writes a row, or corrects one from the dense part. All threads of a `Writer` call this together:
 // - kFirst: the first step
-// - first(), step(): the entries of a list that this thread takes
+// - first(), step(): this thread's first entry of a list, and its stride
 // - sync(): waits until all threads have written
-// - write(column, count, bias, may_be_on_path): writes adjusted logits; several threads may write the same at once
-// - begin_bias(entries), end_bias(entries): around calls of bias_of
-// - bias_of(entries, column): what is added there
-// - any_finite(leaves_out): whether a logit of the row is above -inf, but for columns that are left out
+// - write(column, count, bias, may_be_on_path): writes adjusted logits; threads may write equal values concurrently
+// - begin_bias(entries), end_bias(entries): surround calls of bias_of
+// - bias_of(entries, column): total bias
+// - any_finite(leaves_out): true if a logit above -inf is not left out
 template <typename Writer>
 class RowPatch {
  public:
   PT_HOST_DEVICE RowPatch(const RowOptions& options, const LogitRow& row, Writer& writer)
       : r_(options), o_(options.o), row_(row), writer_(writer) {}
 
-  // One loop for all steps, so that there is one copy of its code.
+  // Loops over the steps, which keeps one copy of the code.
   PT_HOST_DEVICE void run() {
     constexpr int32_t kFirst = static_cast<int32_t>(Writer::kFirst), kLast = static_cast<int32_t>(RowStep::kStops);
     PT_NO_UNROLL
@@ -216,7 +209,7 @@ class RowPatch {
     switch (step) {
       case RowStep::kColumns:
         return {0, row_.vocab};
-      case RowStep::kPath: {  // tokens of the path were generated once more
+      case RowStep::kPath: {  // generated once more
         NodeRange nodes{0, 0};
         PT_NO_UNROLL
         for (PathPlace at = r_.path(); r_.penalties.any() && !at.at_root(); at.go_up()) ++nodes.end;
@@ -230,7 +223,7 @@ class RowPatch {
     }
   }
 
-  // The token of an entry, -1 if it has none.
+  // Returns -1 if the entry has no token.
   PT_HOST_DEVICE int64_t token_at(RowStep step, int64_t i) const {
     switch (step) {
       case RowStep::kColumns:
@@ -254,7 +247,7 @@ class RowPatch {
     }
   }
 
-  // No column of the row if the token has none.
+  // Returns a column out of range if the row lacks the token.
   PT_HOST_DEVICE uint32_t column_of(int64_t token) const {
     return static_cast<uint32_t>(token) - static_cast<uint32_t>(o_.first_token);
   }

@@ -1,24 +1,23 @@
-// What the params of several families of ops are made of: plain structs, a [shape] on every pointer. B sequences, N
-// tree nodes (rows) in the batch, T query tokens, V vocabulary. An op's own params are beside its rule.
+// Params shared by op families; every pointer has its [shape]. `x_stride` strides rows of x in elements. B sequences, N
+// tree nodes (rows) in the batch, T query tokens, V vocabulary.
 #pragma once
 
 #include "core/common.h"
 
 namespace pagedtree {
 
-// Rows of logits, read in their own dtype, and what a grammar allows in them.
 struct LogitsParams {
   const void* data;              // [rows, V]
   const uint8_t* allowed;        // [rows, V] or null
-  const int32_t* allowed_words;  // [rows, ceil(V / 32)] or null: bit x % 32 of word x / 32 = token x is allowed
+  const int32_t* allowed_words;  // [rows, ceil(V / 32)] or null: bit x % 32 of word x / 32 allows token x
   int64_t num_rows;
-  int64_t vocab;           // V
-  int64_t row_stride;      // in elements
-  int64_t allowed_stride;  // in elements of whichever of the two
+  int64_t vocab;  // V
+  int64_t row_stride;
+  int64_t allowed_stride;  // of the mask in use
   DType dtype;
 };
 
-// Sampling parameters; each pointer is [1] or [B], its stride 0 or 1.
+// Sampling parameters: each pointer is [1] or [B], with stride 0 or 1.
 struct SamplingParams {
   const float* temperature;  // null: greedy
   const int32_t* top_k;
@@ -31,7 +30,6 @@ struct SamplingParams {
   bool joint;  // filter_order "joint"
 };
 
-// A vector of int32 or int64.
 struct Integers {
   const void* data;
   bool is_int64;
@@ -42,16 +40,15 @@ PT_HOST_DEVICE int64_t integer_at(const Integers& integers, int64_t i) {
                            : static_cast<const int32_t*>(integers.data)[i];
 }
 
-// The row of a pool of `size` rows that belongs to sequence b: rows[b], or b where `rows` is null; -1 if there is none.
+// Returns rows[b], or b if `rows` is null; -1 if out of the pool.
 PT_HOST_DEVICE int64_t row_in_pool(const int32_t* rows, int64_t size, int64_t b) {
   const int64_t row = rows == nullptr ? b : rows[b];
   return row >= 0 && row < size ? row : -1;
 }
 
-// What requests forbid, favour and have said so far (core/options.h tells what becomes of a row). Every pointer may be
-// null: the option is not used. Strides count elements.
+// Request options (core/options.h applies them). A null pointer disables one.
 struct OptionsParams {
-  const float* repetition;  // the penalties are [1] or [B], their strides 0 or 1
+  const float* repetition;  // penalties are [1] or [B], strides 0 or 1
   const float* presence;
   const float* frequency;
   const int32_t* prompt_mask;    // [B, ceil(V / 32)] packed
@@ -68,27 +65,27 @@ struct OptionsParams {
   const int32_t* history_start;  // [B]
   const int32_t* stop_ids;       // [B, num_stops], -1: none
   const int64_t* min_position;   // [B]
-  Integers positions;            // [B] of the rows or of the roots, data null: not known
-  const int32_t* cu_nodes;       // [B + 1] trees, these and the following; null: row n is sequence n
+  Integers positions;            // [B] of the rows or of the roots; data null: unknown
+  const int32_t* cu_nodes;       // [B + 1] trees, with the next fields; null: row n is sequence n
   const int32_t* parents;        // [num_rows]
   const int32_t* depths;         // [num_rows]
   Integers draft_tokens;         // [num_rows]
-  Integers draft_to_target;      // [draft_vocab], data null: drafts are target ids already
+  Integers draft_to_target;      // [draft_vocab]; data null: drafts are target ids
   float* scratch;                // [scratch_rows, scratch_stride] for backends that cannot allocate
   int64_t batch, num_rows, draft_vocab;
   int64_t vocab;        // V, of all ranks
-  int64_t first_token;  // of the columns that this rank has
+  int64_t first_token;  // id of this rank's first column
   int64_t num_bias, num_bad_tokens, num_bad_words, num_stops;
   int64_t history_width;
   int64_t prompt_stride, counts_stride, allowed_stride, history_stride, stops_stride;
   int64_t scratch_rows, scratch_stride;
   int32_t repetition_stride, presence_stride, frequency_stride;
-  bool used;  // whether there is any option
+  bool used;  // true if any is set
 };
 
-// Row b names the pages of sequence b, in the order of its positions.
+// Page ids in order of position.
 struct PageTable {
-  const int32_t* pages;  // [B, max_pages], row stride row_stride
+  const int32_t* pages;  // [B, max_pages]
   int64_t row_stride;
   int64_t max_pages;
   int64_t page_size;

@@ -1,32 +1,32 @@
-// Counter-based random numbers: Philox4x32-10 (Salmon et al., SC 2011). Key = the request's seed; counter = (position,
-// index, use). There is no other input, so a draw does not depend on the batch, the tree or the thread.
+// Philox4x32-10 (Salmon et al., SC 2011): key = the request's seed, counter = (position, index, use). Nothing else
+// enters, so a draw does not depend on the batch, the tree or the thread.
 #pragma once
 
 #include "core/math.h"
 
 namespace pagedtree {
 
-// What a draw is for. Two uses at one position never share words; the values are part of every seeded result.
+// Uses at one position never share words. The values are part of every seeded result.
 enum class RandomUse : uint32_t {
-  kGumbel = 0,     // the noise of tokens, shared by sample and verify_sampled: core/noise.h
+  kGumbel = 0,     // token noise of sample and verify_sampled: core/noise.h
   kCoin = 1,       // words 0 and 1 of block r: the acceptance coin of sibling rank r
   kFinalDraw = 2,  // words 0 and 1 of block 0: the bonus
-  kDraft = 3,      // a draft model's own draws; those of several nodes at one position differ, see draft_use
+  kDraft = 3,      // a draft model's draws, see draft_use
 };
 
-// The use of the draws at one of the nodes that the draft model reads at one position. Traversal verification needs
-// these draws to be independent: a cousin with the same draws would reveal them.
+// Separates the draft nodes at one position. Traversal verification needs independent draws: a cousin with the same
+// draws would reveal them.
 PT_HOST_DEVICE RandomUse draft_use(int64_t node) {
   return static_cast<RandomUse>(static_cast<uint32_t>(RandomUse::kDraft) | static_cast<uint32_t>(node) << 8);
 }
 
-// The use of the words that the other tokens of a group of noise have, whose least word is of `use`.
+// Separates the words of a noise group's other members, whose minimum is of `use`.
 PT_HOST_DEVICE RandomUse use_of_others(RandomUse use) {
   return static_cast<RandomUse>(static_cast<uint32_t>(use) | 0x80u);
 }
 
-// One block of 4 words, for each lane of M. The counter's words are (position low, position high, index, use).
-// Where it is drawn seldom, a GPU rather has short code.
+// Draws 4 words for each lane of M; counter words: (position low, position high, index, use). Rare draws on a GPU
+// choose a small kUnroll for short code.
 template <typename M, int kUnroll = 10>
 PT_HOST_DEVICE void philox(uint64_t seed, int64_t position, typename M::Uint index, RandomUse use,
                            typename M::Uint words[4]) {
@@ -54,7 +54,7 @@ PT_HOST_DEVICE void philox(uint64_t seed, int64_t position, typename M::Uint ind
   words[3] = c3;
 }
 
-// A number in [0, 1), a multiple of 2^-53.
+// Returns a multiple of 2^-53 in [0, 1).
 PT_HOST_DEVICE double uniform_of(uint64_t seed, int64_t position, uint32_t index, RandomUse use) {
   uint32_t words[4];
   philox<ScalarMath, 1>(seed, position, index, use, words);
@@ -62,7 +62,7 @@ PT_HOST_DEVICE double uniform_of(uint64_t seed, int64_t position, uint32_t index
   return static_cast<double>(bits >> 11) * (1.0 / 9007199254740992.0);
 }
 
-// floor(total * u) for the 64-bit fraction u of two words: an integer below `total`.
+// Returns floor(total * u) < total for the 64-bit fraction u.
 PT_HOST_DEVICE uint64_t fraction_of(uint64_t total, uint32_t high, uint32_t low) {
   const uint64_t total_high = total >> 32, total_low = total & 0xffffffffu;
   const uint64_t middle = total_high * low + ((total_low * low) >> 32);

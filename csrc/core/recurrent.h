@@ -1,5 +1,5 @@
-// Layers with a recurrent state (gated delta rule, Mamba-2, short convolutions): what their ops take, and which token
-// comes after which. Written once for every backend.
+// Layers with a recurrent state: gated delta rule, Mamba-2, short convolutions.
+// state(node) = update(state(parent(node)), token(node)); the root continues the stored state
 #pragma once
 
 #include "core/math.h"
@@ -10,28 +10,28 @@ namespace pagedtree {
 constexpr int kMaxRecurrentNodes = 256;  // of a tree
 constexpr int kMaxRecurrentDim = 256;    // of keys and values
 constexpr int kMaxConvWidth = 16;
-constexpr int kCausalChunk = 64;  // tokens of a long sequence that are worked on together
+constexpr int kCausalChunk = 64;  // tokens processed together
 
-// The tokens of a call, and where their sequences' states are. Without `parents` each row follows the one before it.
+// Without `parents` each row follows the one before it.
 struct RecurrentBatch {
   const int32_t* cu_nodes;      // [B + 1]
   const int32_t* parents;       // [num_rows] or null: causal
   const int32_t* depths;        // [num_rows], with parents
-  const int32_t* accept_index;  // [B, S], row stride accept_stride; with parents, where states advance
-  const int32_t* num_accepted;  // [B], likewise
+  const int32_t* accept_index;  // [B, S]; with parents, if states advance
+  const int32_t* num_accepted;  // [B] likewise
   const int32_t* state_index;   // [B]
-  int64_t num_slots;            // how many states there are
+  int64_t num_slots;
   int64_t batch;
   int64_t num_rows;  // T
   int64_t accept_stride;
   int32_t path_width;  // S
-  int32_t max_nodes;   // of a tree; 0 without parents
+  int32_t max_nodes;   // per tree; 0 without parents
 };
 
-// tree_delta_rule, and advance_state, which has no q and out and writes `state`.
+// For tree_delta_rule, and advance_state, which lacks q and out and writes `state`.
 struct DeltaRuleParams {
   RecurrentBatch tokens;
-  const void* q;      // [T, Hk, Dk], read for `out` alone
+  const void* q;      // [T, Hk, Dk], only for `out`
   const void* k;      // [T, Hk, Dk]
   const void* v;      // [T, H, Dv]
   const float* g;     // [T, H] or [T, H, Dk]
@@ -56,7 +56,7 @@ struct DeltaRuleParams {
   DType dtype;  // of q, k, v, out
 };
 
-// tree_conv1d, and advance_conv, which has no weight and out and writes `conv_state`.
+// For tree_conv1d, and advance_conv, which lacks weight and out and writes `conv_state`.
 struct ConvParams {
   RecurrentBatch tokens;
   const void* x;       // [T, C]
@@ -75,20 +75,20 @@ struct ConvParams {
   bool silu;
 };
 
-// The index of sequence b's state, -1 if it has none.
+// Returns -1 without a state.
 PT_HOST_DEVICE int64_t state_index_of(const RecurrentBatch& p, int64_t b) {
   const int64_t index = p.state_index[b];
   return index >= 0 && index < p.num_slots ? index : -1;
 }
 
-// exp(g) in 0..1: what is above 0, or NaN, reads as 0.
+// Returns exp(g) in 0..1; positive g and NaN read as 0.
 template <typename M>
 PT_HOST_DEVICE typename M::Float decay_of(typename M::Float g) {
   const auto zero = M::splat(0.0f), logarithm = M::select(g < zero, g, zero);
   return M::select(logarithm < M::splat(-87.0f), zero, exp_exact<M>(logarithm));
 }
 
-// The parent of a node of the tree whose rows begin at `begin`: -1 for the root, -2 for what is linked to no node.
+// Returns the node's parent in its tree: -1 for the root, -2 if unlinked.
 PT_HOST_DEVICE int32_t linked_parent(const RecurrentBatch& p, int64_t begin, int64_t node) {
   if (node >= p.max_nodes) return -2;
   if (node == 0) return -1;
@@ -96,8 +96,8 @@ PT_HOST_DEVICE int32_t linked_parent(const RecurrentBatch& p, int64_t begin, int
   return parent >= 0 && parent < node && depth >= 0 ? parent : -2;
 }
 
-// The reachable nodes of tree b in their order: `nodes` are their indices in the tree, `parents` places in this list,
-// -1 for the root. Both have max_nodes entries, as has the scratch `place`. Returns how many there are.
+// Lists reachable nodes in order: `nodes` are tree indices, `parents` indices in this list, -1 for the root. All arrays
+// have max_nodes entries. Returns the number.
 PT_HOST_DEVICE int32_t reachable_nodes(const RecurrentBatch& p, int64_t b, int32_t* nodes, int32_t* parents,
                                        int32_t* place) {
   const NodeRange rows = node_range(p.cu_nodes, p.batch, b, p.num_rows);
@@ -114,7 +114,7 @@ PT_HOST_DEVICE int32_t reachable_nodes(const RecurrentBatch& p, int64_t b, int32
   return count;
 }
 
-// How many tokens of sequence b its state takes in; 0 without a state or a path.
+// Returns the number of tokens that the state absorbs; 0 without a state or a path.
 PT_HOST_DEVICE int64_t tokens_to_replay(const RecurrentBatch& p, int64_t b) {
   const NodeRange rows = node_range(p.cu_nodes, p.batch, b, p.num_rows);
   if (state_index_of(p, b) < 0) return 0;
@@ -129,7 +129,6 @@ PT_HOST_DEVICE int64_t tokens_to_replay(const RecurrentBatch& p, int64_t b) {
   return int64_t{accepted} + 1;
 }
 
-// The row of the j-th of them.
 PT_HOST_DEVICE int64_t replayed_row(const RecurrentBatch& p, int64_t b, int64_t j) {
   const int64_t begin = node_range(p.cu_nodes, p.batch, b, p.num_rows).begin;
   return begin + (p.accept_index == nullptr ? j : p.accept_index[b * p.accept_stride + j]);

@@ -1,6 +1,5 @@
-// From a row of logits to the distribution that is sampled, written once for every backend. Each backend scans whole
-// rows in its own way; what the backends must agree on is here: clean logits, weights, and which tokens the filters
-// keep.
+// From logits to the sampled distribution: definitions on which all backends must agree.
+// x = (logit - max) / T;  p(token) = exp(x) / sum of exp(x) over the kept tokens
 #pragma once
 
 #include "core/params.h"
@@ -22,7 +21,7 @@ constexpr float kMaxFloat16 = 65504.0f;
 constexpr float kMaxBFloat16 = 3.38953139e38f;
 constexpr float kMinNormal = 1.175494351e-38f;
 
-// The sampling parameters of one sequence, in range.
+// Clamped to their ranges.
 struct Sampling {
   float temperature;  // 0: greedy
   int32_t top_k;      // 0: off
@@ -45,7 +44,6 @@ PT_HOST_DEVICE Sampling sampling_of(const SamplingParams& p, int64_t b) {
   return sampling;
 }
 
-// One row of LogitsParams.
 struct LogitRow {
   const void* logits;            // [V]
   const uint8_t* allowed;        // [V] or null
@@ -65,20 +63,17 @@ PT_HOST_DEVICE LogitRow logit_row(const LogitsParams& p, int64_t row) {
   };
 }
 
-// x = (logit - max) / T, at most 0, is what everything below compares. The inverse stays normal, and finite times
-// log2(e), so that x is never NaN: 0 at the maximum, -inf at -inf, whatever the temperature.
+// Stays normal, and finite times log2(e), so x is never NaN: 0 at the maximum, -inf at -inf, at any temperature.
 PT_HOST_DEVICE float inverse_temperature(float temperature) {
   return clamp_to(1.0f / temperature, kMinNormal, 0x1p127f);
 }
 
-// The largest logit of a row.
 struct Peak {
   float logit = -kInfinity;
-  int32_t token = 0;    // the lowest id that has it
-  uint8_t has_nan = 0;  // not bool: it may come from a caller's memory (core/shards.h)
+  int32_t token = 0;    // lowest id that attains it
+  uint8_t has_nan = 0;  // not bool: may come from a caller's memory (core/shards.h)
 };
 
-// x = (logit - peak) / T.
 struct Scale {
   float peak;
   float inverse_temperature;
@@ -88,16 +83,16 @@ struct Scale {
   }
 };
 
-// Below this x, a token's weight_of is 0.
+// Smaller x have weight_of 0.
 constexpr float kWeightless = -23.0f;
 
-// The mass of a token as an integer, 2^31 at the maximum: sums do not depend on how a row is split.
+// Returns an integer mass, 2^31 at the maximum: sums do not depend on the split of a row.
 template <typename M>
 PT_HOST_DEVICE typename M::Uint weight_of(typename M::Float x) {
   return M::to_uint(M::fma(exp_exact<M>(x), M::splat(2147483648.0f), M::splat(0.5f)));
 }
 
-// The mass of a token with all the precision of a float, 1 at the maximum; 0 where it is below e^-87.
+// Masses below e^-87 count as 0.
 template <typename Float>
 PT_HOST_DEVICE auto has_mass(Float x) {
   return x >= -87.0f;
@@ -107,8 +102,7 @@ PT_HOST_DEVICE typename M::Float mass_of(typename M::Float x) {
   return M::select(has_mass(x), exp_exact<M>(x), M::splat(0.0f));
 }
 
-// Which tokens the filters keep. They compare clean logits, so that tokens tie exactly when their logits are equal;
-// among ties at the threshold the lower ids are kept.
+// Compares clean logits, so tokens tie exactly if their logits are equal; of ties at the threshold lower ids are kept.
 struct Filter {
   float min_logit = -kInfinity;
   int32_t tie_end = INT32_MAX;
@@ -119,10 +113,10 @@ struct Filter {
   }
 };
 
-// min_p as a bound on x: p >= min_p * p_max.
+// Expresses p >= min_p * p_max as a bound on x.
 PT_HOST_DEVICE float min_p_bound(float min_p) { return min_p < kMinNormal ? -kInfinity : log_exact<ScalarMath>(min_p); }
 
-// The mass that the smallest prefix must reach for top_p: at least that of one token.
+// Returns the mass that the smallest prefix must reach, at least one token's.
 PT_HOST_DEVICE uint64_t top_p_mass(float top_p, uint64_t total) {
   const double exact = static_cast<double>(top_p) * static_cast<double>(total);
   const uint64_t floor = static_cast<uint64_t>(exact);
@@ -130,7 +124,7 @@ PT_HOST_DEVICE uint64_t top_p_mass(float top_p, uint64_t total) {
   return clamp_to<uint64_t>(needed, 1, total);
 }
 
-// Logits as unsigned integers in the same order; equal floats have equal keys once -0 is +0.
+// Maps logits to unsigned integers in the same order; equal floats have equal keys once -0 is +0.
 template <typename M>
 PT_HOST_DEVICE typename M::Uint order_key(typename M::Float logit) {
   const auto bits = M::template bits<typename M::Uint>(logit);
@@ -140,21 +134,20 @@ PT_HOST_DEVICE typename M::Uint order_key(typename M::Float logit) {
 
 template <typename M>
 PT_HOST_DEVICE typename M::Float logit_of_key(typename M::Uint key) {
-  const auto negative = (key >> 31) - 1u;  // all ones where the logit is negative
+  const auto negative = (key >> 31) - 1u;
   return M::template bits<typename M::Float>(key ^ (negative | 0x80000000u));
 }
 
-// The distribution of a row: a token that the filter keeps has the mass of its scaled logit.
 struct RowDistribution {
   LogitRow row;
   Scale scale;
   Filter filter;
-  int32_t best;  // the lowest of the likeliest tokens
-  bool uniform;  // no finite logit: all of them read as zero
+  int32_t best;  // lowest id of the likeliest tokens
+  bool uniform;  // no finite logit: all read as zero
   bool bad;      // NaN, or no finite logit
 };
 
-// The distribution of a row with that peak; find_filter(scale) is called where a threshold can matter.
+// Calls find_filter(scale) only if a threshold can matter.
 template <typename FindFilter>
 PT_HOST_DEVICE RowDistribution row_distribution(const LogitRow& row, const Sampling& sampling, const Peak& peak,
                                                 const FindFilter& find_filter) {
@@ -169,7 +162,6 @@ PT_HOST_DEVICE RowDistribution row_distribution(const LogitRow& row, const Sampl
   return found;
 }
 
-// One drawn token, and whether the row was bad: a NaN, or no finite logit.
 struct Draw {
   int32_t token;
   bool bad;

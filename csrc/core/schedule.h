@@ -1,22 +1,18 @@
-// How attention work is ordered and cut, the same for every backend.
+// Order and cuts of attention work, equal for all backends.
+// for sequence, row tile, KV tile: one linear order, cut into ranges of equal cost (KV tiles with a visible key)
 //
-// The linear order is (sequence, row tile, KV tile). A row tile is one M tile of one KV head: `m_tile` consecutive rows
-// r = token * group_size + query head of the group. Where a head has few rows, a backend may put several KV heads into
-// one row tile: their keys lie side by side, and memory is read in its own order. The order is cut into ranges of equal
-// cost: that of the KV tiles with a key that some row of the tile sees. A row tile that a cut crosses is computed in
-// pieces, which are merged afterwards. So a range leaves at most two partial results, its first piece and its last, and
-// the number of ranges bounds the scratch, whatever the batch and the lengths.
+// A row tile is `m_tile` consecutive rows r = token * group_size + query head of one KV head. If heads have few rows,
+// several may share a row tile: their keys are adjacent, so memory is read in order. A row tile that a cut crosses is
+// computed in pieces, which are merged later. A range leaves at most two partial results, so the number of ranges
+// bounds the scratch.
 //
-// Row tiles of one head read the same keys. Where these are too many for a cache, a row tile may be that of several
-// CTAs: each takes m_tile rows of it, and all go through the same ranges, so that they read the same keys at the same
-// time, and memory gives them once.
+// If the keys of a head exceed a cache, several CTAs may share a row tile: each computes m_tile rows of it over the
+// same ranges, so that they read each key at the same time, once from memory. A batch is one list of sequences, or two:
+// those with few rows in small tiles, the others in large tiles.
 //
-// A batch is one list of sequences, or two: sequences with few rows in small tiles, the others in large tiles.
-//
-// A plan holds the starts of the ranges of each list, and how many share them. Each range ends where the next one
-// begins, the first begins at the origin and the last ends at the end. So every plan in order, even a stale one, covers
-// all work exactly once; it can only be badly balanced. What else a plan for CUDA holds counts for the lengths it was
-// made for.
+// A plan holds each list's range starts and its number of sharers. A range ends where the next begins. Any ordered
+// plan, even a stale one, therefore covers all work exactly once; at worst it is badly balanced. Other data of a CUDA
+// plan is valid only for its lengths.
 #pragma once
 
 #include <cmath>
@@ -27,24 +23,24 @@
 
 namespace pagedtree {
 
-constexpr int kKvTile = 64;           // keys of a KV tile, anchored at multiples of it
-constexpr int kMaxPlanRanges = 1024;  // the most of any backend
-constexpr int kMostSharers = 8;       // CTAs that share a row tile
-constexpr int kPlanEntry = 16;  // int32 words: sequence, row tile, KV tile, ...; entry 0 is {ranges, sharers of each}
+constexpr int kKvTile = 64;           // keys per KV tile, aligned to its multiples
+constexpr int kMaxPlanRanges = 1024;  // maximum of all backends
+constexpr int kMostSharers = 8;       // CTAs per row tile
+constexpr int kPlanEntry = 16;        // int32 words: sequence, row tile, KV tile, ...; entry 0: {ranges, sharers}
 constexpr int kListSize = kPlanEntry * (kMaxPlanRanges + 1);
 
-// Which sequences: all, those with at most kSmallRows rows per KV head, the others. A plan has room for each list.
+// All sequences, with at most kSmallRows rows per KV head, the others.
 enum class WorkList : int32_t { kAll, kSmall, kLarge };
 constexpr WorkList kWorkLists[] = {WorkList::kAll, WorkList::kSmall, WorkList::kLarge};
 constexpr int64_t kSmallRows = 32;
 constexpr int kPlanSize = 3 * kListSize;
 
-#if !defined(PAGEDTREE_PIECE_COST)  // a build for a comparison sets another: see cuda/tile/variants.h
+#if !defined(PAGEDTREE_PIECE_COST)  // comparison builds set another (cuda/tile/variants.h)
 #define PAGEDTREE_PIECE_COST 1
 #endif
-constexpr int kPieceCost = PAGEDTREE_PIECE_COST;  // the cost of one more piece in a range, in KV tiles
+constexpr int kPieceCost = PAGEDTREE_PIECE_COST;  // KV tiles per further piece in a range
 
-// A row tile without keys still has one KV tile, because its output must be written.
+// Returns at least one KV tile, because the output must be written.
 PT_HOST_DEVICE int32_t kv_tiles_of(int32_t seq_len) {
   return static_cast<int32_t>((static_cast<uint32_t>(max_of(seq_len, 1)) + kKvTile - 1) / kKvTile);
 }
@@ -53,21 +49,21 @@ struct WorkShape {
   const int32_t* seq_lens;      // [B]
   const int32_t* cu_seqlens_q;  // [B + 1]
   const int32_t* tree_lens;     // [B]
-  int32_t without_trees;        // -1: queries count as causal, which trees of a few KV tiles nearly are; else 0
+  int32_t without_trees;        // -1: queries count as causal, a good estimate for small trees; else 0
   int64_t batch;
   int64_t num_tokens;   // T, padding included
-  int64_t max_seq_len;  // seq_lens are clamped to it
+  int64_t max_seq_len;  // bound on seq_lens
   int32_t window;       // INT32_MAX: none
   int32_t num_kv_heads;
   int32_t group_size;  // query heads per KV head
   SmallDivisor by_group_size;
   int32_t m_tile;
-  int32_t few_rows = 0;        // if a head has at most this many rows,
-  int32_t few_rows_heads = 1;  // up to this many KV heads share a row tile
+  int32_t few_rows = 0;        // heads with at most this many rows
+  int32_t few_rows_heads = 1;  // share row tiles, up to this many KV heads
   WorkList list = WorkList::kAll;
   int32_t segment = 0;  // KV tiles, see core/segments.h; 0: none
   SmallDivisor by_segment;
-  uint32_t least_rows = 0, more_rows = INT32_MAX;  // of its sequences: the fewest, how many more than these
+  uint32_t least_rows = 0, more_rows = INT32_MAX;  // its sequences' rows: minimum, maximum minus minimum
 
   PT_HOST_DEVICE int m_tile_bits() const { return popcount32(static_cast<uint32_t>(m_tile) - 1); }  // a power of two
   PT_HOST_DEVICE bool takes(uint32_t rows) const { return rows - least_rows <= more_rows; }
@@ -81,7 +77,6 @@ PT_HOST_DEVICE int64_t max_seq_len_of(const TreeAttentionParams& p) {
   return min_of<int64_t>(p.table.max_pages * p.table.page_size, INT32_MAX);
 }
 
-// The work of one call, or of all calls that share a plan.
 template <typename Params>
 WorkShape work_shape(const Params& p, int32_t m_tile, WorkList list = WorkList::kAll) {
   WorkShape shape{};
@@ -109,21 +104,21 @@ struct KvTiles {
   int32_t begin, end;
 };
 
-// The work of one sequence; no row tiles if the sequence belongs to another list.
+// No row tiles if the sequence is in another list.
 struct SequenceWork {
   NodeRange tokens;
   int32_t seq_len;
-  int32_t tree_len;    // negative: its queries are causal
-  uint32_t rows;       // of a head: fewer than 2^31, as a row of Q and of the output has 256 bytes at least
-  uint32_t tile_rows;  // of a row tile
+  int32_t tree_len;    // negative: causal queries
+  uint32_t rows;       // per head: fewer than 2^31, since a row of Q and of the output has at least 256 bytes
+  uint32_t tile_rows;  // per row tile
   int32_t m_tiles;
-  int32_t full_tile;   // the M tile from which on all see about as many keys
-  int32_t tile_heads;  // KV heads of a row tile; the last one may have fewer
-  int32_t head_tiles;  // row tiles of an M tile
+  int32_t full_tile;   // M tile from which on all see about equally many keys
+  int32_t tile_heads;  // KV heads per row tile; the last may have fewer
+  int32_t head_tiles;  // row tiles per M tile
   int32_t row_tiles;
   int32_t kv_tiles;
 
-  // The KV tile of the first key that a row of a head sees, and the one behind that of its last.
+  // Return the KV tile of a row's first visible key, and the one after its last.
   PT_HOST_DEVICE int32_t first_seen(const WorkShape& shape, uint32_t row) const {
     const int32_t end = max_of(min_of(end_of(shape, row), tree_len < 0 ? seq_len : seq_len - tree_len), 0);
     return min_of(static_cast<int32_t>(static_cast<uint32_t>(max_of(end - shape.window, 0)) / kKvTile), kv_tiles - 1);
@@ -134,8 +129,8 @@ struct SequenceWork {
   PT_HOST_DEVICE bool has_segments(const WorkShape& shape) const {
     return shape.segment > 0 && kv_tiles > shape.segment;
   }
-  // The first segment of these KV tiles in which a head's rows first..last may see keys; empty if there is none.
-  // Without segments it is all of them. Calls know tree_len for sure, plans do not.
+  // Returns the first segment in `of` in which rows first..last may see keys; empty if none. Without segments returns
+  // `of`. Calls know tree_len exactly, plans do not.
   PT_HOST_DEVICE KvTiles first_segment(const WorkShape& shape, uint32_t first, uint32_t last, KvTiles of) const {
     if (!has_segments(shape)) return of;
     of.begin = max_of(of.begin, shape.segment_begin(first_seen(shape, first)));
@@ -144,14 +139,14 @@ struct SequenceWork {
   }
 
  private:
-  // The end of what a causal row sees, maybe negative.
+  // Returns the end of a causal row's keys, possibly negative.
   PT_HOST_DEVICE int32_t end_of(const WorkShape& shape, uint32_t row) const {
     const auto count = static_cast<int32_t>(tokens.size());
     return seq_len - count + min_of(static_cast<int32_t>(shape.by_group_size.quotient(row)) + 1, count);
   }
 };
 
-// Divides by the number of CTAs that share a row tile, as a SmallDivisor does.
+// Sharers of a row tile as a divisor, like SmallDivisor.
 struct Sharers {
   int32_t count;
   PT_HOST_DEVICE uint32_t quotient(uint32_t value) const {
@@ -165,7 +160,6 @@ PT_HOST_DEVICE int32_t m_tiles_of(const WorkShape& shape, uint32_t rows, int32_t
   return static_cast<int32_t>(by_sharers.quotient(alone + static_cast<uint32_t>(sharers) - 1));
 }
 
-// A row tile has m_tile rows for each of the CTAs that share it.
 template <typename Divisor>
 PT_HOST_DEVICE SequenceWork sequence_work(const WorkShape& shape, int32_t b, const NodeRange& tokens, int32_t sharers,
                                           const Divisor& by_sharers) {
@@ -180,7 +174,7 @@ PT_HOST_DEVICE SequenceWork sequence_work(const WorkShape& shape, int32_t b, con
   work.head_tiles = has_few_rows ? ceil_div(shape.num_kv_heads, shape.few_rows_heads) : shape.num_kv_heads;
   work.tile_heads = has_few_rows ? ceil_div(shape.num_kv_heads, work.head_tiles) : 1;
   work.m_tiles = shape.takes(work.rows) ? m_tiles_of(shape, work.rows, sharers, by_sharers) : 0;
-  // The tokens before the window is full.
+  // Tokens before the window is full.
   const auto filling = static_cast<uint32_t>(clamp_to(shape.window - max_of(work.seq_len - count, 0), 0, count));
   const int32_t full_tile = m_tiles_of(shape, filling * static_cast<uint32_t>(shape.group_size), sharers, by_sharers);
   work.full_tile = work.tree_len < 0 ? min_of(full_tile, work.m_tiles - 1) : 0;
@@ -193,7 +187,7 @@ PT_HOST_DEVICE SequenceWork sequence_work(const WorkShape& shape, int32_t b, int
                        Sharers{sharers});
 }
 
-// value / divisor, maybe not the nearest number on a GPU, which has no instruction for it.
+// Divides inexactly on a GPU, which has no such instruction.
 PT_HOST_DEVICE float divided(float value, float divisor) {
 #if defined(__CUDA_ARCH__)
   return __fdividef(value, divisor);
@@ -201,18 +195,17 @@ PT_HOST_DEVICE float divided(float value, float divisor) {
   return value / divisor;
 #endif
 }
-// 1 / value, to 40 bits.
+// Returns 1 / value to 40 bits.
 PT_HOST_DEVICE double reciprocal(double value) {
   const double near = divided(1.0f, static_cast<float>(value));
   return near * fma(-value, near, 2.0);
 }
 
-// The work of some sequences.
 struct WorkSum {
   uint64_t cost;
-  int32_t row_tiles;  // if not more than there may be ranges
-  int32_t dearest;    // KV tiles of a row tile that no other exceeds, for each of its heads
-  int32_t m_tiles;    // the most of a head
+  int32_t row_tiles;  // saturates above the maximum number of ranges
+  int32_t dearest;    // maximum over row tiles of KV tiles times heads
+  int32_t m_tiles;    // maximum per head
 
   PT_HOST_DEVICE WorkSum operator+(const WorkSum& other) const {
     return {cost + other.cost, min_of(row_tiles + other.row_tiles, kMaxPlanRanges + 1), max_of(dearest, other.dearest),
@@ -220,15 +213,15 @@ struct WorkSum {
   }
 };
 
-// What the row tiles of a sequence cost. Of a causal sequence, each M tile sees more keys than the one before, until
-// the window is full: their numbers of KV tiles lie on a line, up to rounding, and then stay.
+// Costs of a sequence's row tiles. In a causal sequence the KV tiles per M tile increase linearly, up to rounding,
+// until the window is full.
 struct RowCosts {
-  float first, rise;  // the cost of the first M tile of a head, what each of the next ones costs more
-  int32_t rising;     // up to this one
+  float first, rise;  // cost of a head's first M tile, increase per M tile
+  int32_t rising;     // M tile at which the increase ends
   WorkSum sum;
   uint32_t of_head;
 
-  // Of equal row tiles if `each` > 0.
+  // Assigns each row tile the cost `each` if positive.
   PT_HOST_DEVICE RowCosts(const WorkShape& shape, const SequenceWork& work, uint32_t each) : rising(work.full_tile) {
     const int32_t last =
         work.kv_tiles - work.first_seen(shape, static_cast<uint32_t>(work.m_tiles - 1) * work.tile_rows);
@@ -241,7 +234,7 @@ struct RowCosts {
            work.m_tiles > 0 ? last * work.tile_heads : 0, work.m_tiles};
   }
 
-  // The cost of the first m M tiles of a head; bounded, so that no sum over a batch of bad lengths overflows.
+  // Returns the cost of a head's first m M tiles; bounded, so that no bad lengths overflow a sum.
   PT_HOST_DEVICE uint32_t before(int32_t m) const {
     const auto count = static_cast<float>(m), of_rising = static_cast<float>(min_of(m, rising));
     const float above = of_rising * fmaf(-0.5f, of_rising, count - 0.5f);
@@ -259,7 +252,7 @@ struct WorkPosition {
     if (row_tile != other.row_tile) return row_tile < other.row_tile;
     return kv_tile < other.kv_tile;
   }
-  // The next of so many row tiles of the sequence, or the next sequence.
+  // Returns the start of the next row tile, or of the next sequence.
   PT_HOST_DEVICE WorkPosition next(int32_t row_tiles) const {
     const bool is_last = row_tile >= row_tiles - 1;
     return {sequence + is_last, is_last ? 0 : row_tile + 1, 0};
@@ -269,15 +262,14 @@ struct WorkPosition {
   }
 };
 
-// How many ranges a backend wants.
 struct RangeLimits {
   int32_t most;
-  SmallDivisor multiple;  // a number of ranges above this is a multiple of it
-  int64_t min_cost;       // of a range
+  SmallDivisor multiple;  // larger numbers of ranges are multiples of it
+  int64_t min_cost;       // per range
   int32_t min_piece;
-  float held_tiles;  // that a cache keeps: nobody shares row tiles if an M tile of each head sees no more in all
-  int32_t room = 0;  // up to this cost, each KV tile is a range
-  float most_in_cost = 1.0f / static_cast<float>(min_cost);  // ranges
+  float held_tiles;  // KV tiles that a cache holds: no sharing if an M tile per head reads no more
+  int32_t room = 0;  // up to this cost every KV tile is a range
+  float most_in_cost = 1.0f / static_cast<float>(min_cost);  // ranges per cost
 
   PT_HOST_DEVICE void fit(const WorkSum& work) {
     if (work.cost > static_cast<uint32_t>(room)) return;
@@ -288,8 +280,8 @@ struct RangeLimits {
   }
 };
 
-// How little it suits a list that so many CTAs share its row tiles, for the choice of the least: by the number of those
-// without a row at the end of a head, then by kMostSharers - sharers, the last bits.
+// Returns a penalty for sharing; the smallest wins. High bits: CTAs without rows at a head's end. Low bits:
+// kMostSharers - sharers.
 PT_HOST_DEVICE uint32_t misfit(const WorkSum& alone, const RangeLimits& limits, int32_t sharers,
                                const SmallDivisor& by_sharers) {
   const auto m_tiles = static_cast<uint32_t>(alone.m_tiles), count = static_cast<uint32_t>(sharers);
@@ -300,20 +292,19 @@ PT_HOST_DEVICE uint32_t misfit(const WorkSum& alone, const RangeLimits& limits, 
   return suits ? (without + 1) * kMostSharers - count : kMostSharers * kMostSharers - 1;
 }
 
-// Whether sharing costs little. CTAs wait for others of their row tile that see more keys, or have rows at all.
+// Returns true if CTAs wait little for sharers that see more keys, or have rows at all.
 PT_HOST_DEVICE bool can_share(float alone, const WorkSum& shared, int32_t sharers) {
   return static_cast<float>(shared.cost) * static_cast<float>(sharers) <= alone * (33.0f / 32.0f);
 }
 
-// How the work is cut: where row tiles are about as large, into equally many ranges of each, so that none crosses from
-// one row tile to the next; otherwise into ranges of equal cost.
+// Row tiles of similar cost get equal numbers of ranges, which do not cross row tiles; otherwise ranges have equal
+// cost.
 struct Cuts {
   int32_t num_ranges = 0;
-  uint32_t each = 0;                 // the cost of each row tile; 0: different costs
-  double step = 0.0, inverse = 0.0;  // the cost of a range
-  // That before the first one. By cost, every range begins a piece; what row tiles cost beside their KV tiles is the
-  // further pieces'. So the first range begins behind that of its row tile, and ranges that begin with a row tile are
-  // not shorter. A little more, as quotients are only nearly exact.
+  uint32_t each = 0;                 // cost per row tile; 0: they differ
+  double step = 0.0, inverse = 0.0;  // cost of a range
+  // Cost before the first range. Its first piece costs nothing extra, so it starts after one piece cost: ranges that
+  // begin with a row tile are then not shorter. Slightly more, because quotients are only nearly exact.
   double begin = 0.0;
 
   Cuts() = default;
@@ -331,7 +322,7 @@ struct Cuts {
     if (work.row_tiles > 0 && work.row_tiles <= num_ranges) {
       int32_t even = parts(num_ranges + work.row_tiles / 2, work.row_tiles);
       if (even * work.row_tiles * sharers > limits.most) --even;
-      // Ranges of equal cost have about one KV tile more than their mean, as cuts are rounded.
+      // Rounded cuts make ranges about one KV tile longer than their mean.
       const auto count = static_cast<float>(num_ranges);
       if (static_cast<float>(work.dearest + kPieceCost) * count <= (total + count) * static_cast<float>(even)) {
         each = static_cast<uint32_t>(work.dearest);
@@ -345,18 +336,16 @@ struct Cuts {
     inverse = count * count * of_both;
   }
 
-  // The cost before range i.
   PT_HOST_DEVICE uint64_t target(int32_t i) const { return static_cast<uint64_t>(fma(i, step, begin)); }
 
-  // Where a range starts.
   struct Start {
     WorkPosition at;
     int32_t head, m_tile;
-    int32_t number, count;  // which of its row tile's pieces begins there, and of how many
-    uint64_t next;          // the cost before the next row tile, where the range starts instead; 0: it does not
+    int32_t number, count;  // index among its row tile's pieces, and their number
+    uint64_t next;          // if nonzero, the range starts at the next row tile, with this cost before it
   };
-  // The start of range i at `target`, in a sequence behind work of cost `before`; i < 0: at the begin of a row tile. By
-  // cost, it leaves no piece of less than `min_piece` KV tiles with a key that is seen; a row tile with few is not cut.
+  // Returns the start of range i at `target`, in a sequence after work of cost `before`; i < 0: at a row tile's
+  // beginning. No piece has fewer than `min_piece` visible KV tiles; a row tile with few is not cut.
   PT_HOST_DEVICE Start start(const WorkShape& shape, const SequenceWork& work, const RowCosts& costs, int32_t sequence,
                              uint64_t before, uint64_t target, int32_t i, int32_t min_piece) const {
     Start start;
@@ -364,7 +353,7 @@ struct Cuts {
     start.head = static_cast<int32_t>((static_cast<double>(offset) + 0.5) * reciprocal(costs.of_head));
     const uint32_t in_head = static_cast<uint32_t>(offset) - static_cast<uint32_t>(start.head) * costs.of_head;
     start.m_tile = 0;
-    uint32_t low = 0, high = costs.of_head;  // the costs before the row tile and the next
+    uint32_t low = 0, high = costs.of_head;  // costs before the row tile and the next
     int32_t end_tile = work.m_tiles;
     PT_NO_UNROLL
     do {
@@ -378,7 +367,7 @@ struct Cuts {
         high = cost;
       }
     } while (end_tile - start.m_tile > 1);
-    // The KV tiles in which all CTAs that share the row tile see keys.
+    // KV tiles that all sharers of the row tile see.
     const uint32_t first_row = static_cast<uint32_t>(start.m_tile) * work.tile_rows,
                    last_row = min_of(first_row + work.tile_rows, work.rows) - 1;
     const int32_t first = work.first_seen(shape, last_row >> shape.m_tile_bits() << shape.m_tile_bits()),
@@ -402,7 +391,6 @@ struct Cuts {
   }
 };
 
-// A list's part of a plan, [kListSize].
 template <typename Int>
 PT_HOST_DEVICE Int* ranges_of_list(Int* plan, WorkList list) {
   return plan + static_cast<int32_t>(list) * kListSize;
@@ -415,7 +403,7 @@ PT_HOST_DEVICE void set_range_start(int32_t* ranges, int32_t i, const WorkPositi
   entry[2] = start.kv_tile;
 }
 
-// Cuts the work into ranges and writes them [kListSize], where all is 0.
+// Writes the ranges [kListSize], which must be zero.
 inline void make_ranges(const WorkShape& shape, RangeLimits limits, int32_t* ranges) {
   int32_t sharers = 1, most_heads = 1;
   const auto sum_of = [&] {
@@ -436,7 +424,7 @@ inline void make_ranges(const WorkShape& shape, RangeLimits limits, int32_t* ran
   if (!can_share(static_cast<float>(alone.cost), total, sharers)) sharers = 1, total = alone;
   limits.fit(total);
   Cuts cuts(total, limits, sharers, SmallDivisor(sharers));
-  const int32_t piece_cost = limits.min_piece * most_heads;  // maybe more than of a range, where heads share row tiles
+  const int32_t piece_cost = limits.min_piece * most_heads;  // may exceed a range if heads share row tiles
   if (cuts.each > 0 && cuts.num_ranges > total.row_tiles && cuts.step < piece_cost) {
     limits.most = total.row_tiles * max_of(total.dearest / piece_cost, 1);
     cuts = Cuts(total, limits, sharers, SmallDivisor(sharers));
@@ -444,7 +432,7 @@ inline void make_ranges(const WorkShape& shape, RangeLimits limits, int32_t* ran
   ranges[0] = cuts.num_ranges;
   ranges[1] = sharers;
   int32_t begun = 0;
-  uint64_t before = 0, moved = 0;  // moved: where the next row tile begins, to which the last range was moved
+  uint64_t before = 0, moved = 0;  // moved: cost before the row tile to which the last range moved
   for (int64_t b = 0; b < shape.batch; ++b) {
     const SequenceWork work = sequence_work(shape, b, sharers);
     const RowCosts costs(shape, work, cuts.each);
@@ -464,15 +452,15 @@ inline void make_ranges(const WorkShape& shape, RangeLimits limits, int32_t* ran
   for (begun = max_of(begun, 1); begun < cuts.num_ranges; ++begun) set_range_start(ranges, begun, end);
 }
 
-// How many row tiles the shapes alone allow; reads no tensor.
+// Bounds the row tiles by shapes; reads no tensor.
 PT_HOST_DEVICE int64_t row_tile_bound(const WorkShape& shape) {
-  // Rounded up to full row tiles: if several heads share one, all row tiles count as equally large.
+  // Rounded to full row tiles: shared ones count as equally large.
   const int32_t head_tiles = max_of(ceil_div(shape.num_kv_heads, shape.few_rows_heads), 1);
   const int64_t heads = head_tiles * ceil_div(shape.num_kv_heads, head_tiles);
   return heads * (shape.batch + ceil_div<int64_t>(shape.num_tokens * shape.group_size, shape.m_tile));
 }
 
-// How many ranges they allow, which keeps the scratch of small calls small.
+// Keeps the scratch of small calls small.
 PT_HOST_DEVICE int32_t range_bound(const WorkShape& shape, const RangeLimits& limits) {
   const int64_t row_tiles = row_tile_bound(shape);
   const int64_t row_cost = ceil_div<int64_t>(shape.max_seq_len, kKvTile) + 1 + kPieceCost;
@@ -481,7 +469,6 @@ PT_HOST_DEVICE int32_t range_bound(const WorkShape& shape, const RangeLimits& li
   return static_cast<int32_t>(clamp_to<int64_t>(bound + row_tiles / 2, 1, limits.most));
 }
 
-// How many CTAs share a range of a plan, of at most `max_ctas` that there are.
 PT_HOST_DEVICE int32_t planned_sharers(const int32_t* ranges, int32_t max_ctas) {
   return clamp_to<int32_t>(ranges[1], 1, min_of(kMostSharers, max_ctas));
 }
@@ -490,14 +477,13 @@ PT_HOST_DEVICE int32_t planned_ranges(const int32_t* ranges, int32_t max_ranges)
   return clamp_to<int32_t>(ranges[0], 1, max_ranges);
 }
 
-// What a plan says of the start of range i > 0.
 PT_HOST_DEVICE WorkPosition planned_start(const int32_t* ranges, int32_t i) {
   const int32_t* entry = ranges + kPlanEntry * (i + 1);
   return {max_of(entry[0], 0), max_of(entry[1], 0), max_of(entry[2], 0)};
 }
 
-// The start of range i < planned_ranges(), a position inside the work whatever the plan says; i == planned_ranges() is
-// the end. Starts never decrease if those of planned_start() do not; for other plans callers take the running maximum.
+// Returns the start of range i, inside the work for any plan; the end of the work for i == planned_ranges(). If the
+// plan's starts do not ascend, callers use the running maximum.
 PT_HOST_DEVICE WorkPosition range_start(const WorkShape& shape, const int32_t* ranges, int32_t num_ranges, int32_t i,
                                         int32_t sharers = 1) {
   if (i == 0) return {0, 0, 0};

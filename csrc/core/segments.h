@@ -1,35 +1,35 @@
-// Segments: a sequence's result has the same bits in every batch. Cuts are at multiples of so many keys, counted from
-// the sequence's first one, and row tiles depend on its own rows alone. Where it has several segments, the result of
-// each is kept apart, as a joined result depends on the order, and all are joined at last in the order of their keys.
+// Segments make a sequence's result bitwise equal in every batch: cuts are at multiples of `segment` keys from its
+// first one, row tiles depend only on its rows, and the segments' separate partial results are merged last, in key
+// order.
 #pragma once
 
 #include "core/schedule.h"
 
 namespace pagedtree {
 
-// A plan with segments has one more number for each KV tile of one: so its size tells the host.
+// The size of a plan encodes the segment for the host: one more number per KV tile of a segment.
 constexpr int64_t plan_size(int64_t segment) { return kPlanSize + segment / kKvTile; }
 
 inline int64_t segments_of(const TreeAttentionParams& p) {
   return p.segment > 0 ? ceil_div<int64_t>(max_seq_len_of(p), p.segment) : 1;
 }
-// The rows of all heads, and the bytes of their results in one segment.
+// Rows of all heads, and bytes of their partial results in one segment.
 inline int64_t rows_of_heads(const TreeAttentionParams& p) { return p.num_tokens * p.num_kv_heads * p.group_size; }
 inline int64_t segment_bytes(const TreeAttentionParams& p) {
   return rows_of_heads(p) * (p.head_dim_v + 2) * int64_t{sizeof(float)};
 }
-// The scratch of a call: every row has a place in each segment, so no plan leads outside.
+// Reserves a place for every row in each segment, so no plan leads outside.
 inline int64_t segments_bytes(const TreeAttentionParams& p) {
   return segments_of(p) > 1 ? segments_of(p) * segment_bytes(p) : 0;
 }
-// Where in it the first row of a sequence's KV head is, in the segment that begins with the KV tile.
+// Returns a KV head's first row in the segment with this KV tile.
 PT_HOST_DEVICE int64_t row_in_segments(const TreeAttentionParams& p, const WorkShape& shape, int32_t kv_tile,
                                        int32_t kv_head, int64_t first_token) {
   const auto segment = int64_t{shape.by_segment.quotient(static_cast<uint32_t>(kv_tile))};
   return ((segment * p.num_kv_heads + kv_head) * p.num_tokens + first_token) * p.group_size;
 }
 
-// The segments that a row sees keys in; others may not have been stored.
+// The segments in which a row sees keys; others may not have been stored.
 struct SeenSegments {
   int32_t begin, end;
 

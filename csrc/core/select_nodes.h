@@ -1,4 +1,4 @@
-// Which nodes of a batch of trees are worth their rows, written once for every backend.
+// Keeps the max(limit, B) nodes with the largest survival, the minimum along the path; every root is kept.
 #pragma once
 
 #include "core/math.h"
@@ -24,15 +24,14 @@ struct SelectNodesParams {
   int32_t max_depth;
 };
 
-// The rows of tree b that may be nodes.
 PT_HOST_DEVICE NodeRange selectable_rows(const SelectNodesParams& p, int64_t b) {
   NodeRange rows = node_range(p.cu_nodes, p.batch, b, p.num_rows);
   rows.end = min_of(rows.end, rows.begin + p.max_nodes);
   return rows;
 }
 
-// The parent of node `node` of the tree that begins at row `begin`; -1 for a root, and for a node that is linked
-// wrongly. Only a node one deeper than its parent counts as linked, so that the depths of a path follow from its links.
+// Returns -1 for a root or a wrong link. The node must be one deeper than its parent, so that a path's depths follow
+// from its links.
 PT_HOST_DEVICE int32_t linked_parent(const SelectNodesParams& p, int64_t begin, int32_t node) {
   if (node <= 0) return -1;
   const int32_t parent = p.parents[begin + node], own_depth = p.depths[begin + node];
@@ -41,13 +40,12 @@ PT_HOST_DEVICE int32_t linked_parent(const SelectNodesParams& p, int64_t begin, 
   return depth >= 0 && depth < p.max_depth && own_depth == depth + 1 ? parent : -1;
 }
 
-// What a node survives by itself: NaN and what is negative count as 0.
+// Counts NaN and negative values as 0.
 PT_HOST_DEVICE float own_survival(float survival) { return survival > 0.0f ? survival : 0.0f; }
 
-// Stands for a node that cannot be reached: less than every survival.
 constexpr float kUnreachable = -1.0f;
 
-// Keys have the order of survivals; 0 is for rows that are never kept. A root's is above all others.
+// Keys order like survivals. Key 0 is never kept; a root's key exceeds all others.
 constexpr uint32_t kRootKey = ~0u;
 PT_HOST_DEVICE uint32_t survival_key(float survival) {
   return survival < 0.0f ? 0u : ScalarMath::bits<uint32_t>(survival) + 1;
@@ -56,20 +54,17 @@ PT_HOST_DEVICE float survival_of_key(uint32_t key) {
   return key == 0 ? kUnreachable : ScalarMath::bits<float>(key - 1);
 }
 
-// How many nodes are kept, if the batch has that many; every root is.
 PT_HOST_DEVICE int64_t kept_nodes(const SelectNodesParams& p, int64_t num_roots) {
   const int64_t limit = p.limit != nullptr ? min_of<int64_t>(p.limit[0], p.budget) : p.budget;
   return max_of(limit, num_roots);
 }
 
-// A row after the last kept node.
 PT_HOST_DEVICE void clear_kept(const SelectNodesParams& p, int64_t row) {
   p.node_map[row] = -1;
   clear_row(p.trees, row);
 }
 
-// Node `node` of a tree whose kept nodes begin at row `begin` of the result was row `from`. Its links are written by
-// the caller.
+// Writes row `from` as node `node` of the tree at row `begin` of the result. The caller writes its links.
 PT_HOST_DEVICE void write_kept(const SelectNodesParams& p, int64_t begin, int32_t node, const int16_t* parents,
                                int64_t from) {
   const int64_t row = begin + node;

@@ -1,6 +1,6 @@
-// Rejection sampling along draft trees whose vocabulary is split among the ranks of a group. What is left of a node's
-// distribution after its first children were rejected depends on no coin, so it is found for all nodes at once, in one
-// round per rejection. Then every rank walks the trees by itself. All sums are sums of integers, see units_of().
+// Rejection sampling along draft trees with a vocabulary split among ranks. A node's residual after k rejections
+// depends on no coin, so round k reduces it for all nodes; then every rank walks alone. Sums are integer, see
+// units_of().
 #pragma once
 
 #include "core/shards.h"
@@ -8,28 +8,27 @@
 
 namespace pagedtree {
 
-// What a rank says in each round, and how the ranks' words are combined.
+// A rank's words in each round, and their reduction.
 enum class WeighRound : int32_t {
-  kMasses,    // 2 words per row, sum: the target's masses; target and draft at the row's draft token
-  kResidual,  // 2 words per row, sum: what `index` rejected children leave of target and draft
-  kSums,      // 2 words per tree, gathered: what is left at the path's end; the target's masses there
-  kDraw,      // 1 word per tree, sum: the token that is drawn there
+  kMasses,    // 2 words per row, sum: target's masses; target and draft at the row's draft token
+  kResidual,  // 2 words per row, sum: target and draft after `index` rejections
+  kSums,      // 2 words per tree, gathered: residual at the path's end; target's masses there
+  kDraw,      // 1 word per tree, sum: the token drawn there
 };
 constexpr int kWeighWords = 2;
 
-// Where a walk draws its bonus.
 struct ShardEnd {
-  int64_t row;  // -1: the walk draws none
+  int64_t row;  // -1: no draw
   double c;
   double coin;
-  int64_t num_tried;  // how many of the children that drafted a token are tried
+  int64_t num_tried;  // tried children that drafted a token
 };
 static_assert(sizeof(ShardEnd) % sizeof(int64_t) == 0);
 
 struct ShardWeighParams {
   ShardRows shard;
-  RatioParams ratio;        // verify.logits: number of rows and vocabulary of all ranks, no data; draft: own columns
-  Residual* left;           // [N] what is left at the parent once the row's token is rejected, written
+  RatioParams ratio;        // verify.logits: row count and vocabulary of all ranks, no data; draft: own columns
+  Residual* left;           // [N] parent's residual after rejecting the row's token, written
   const ShardEnd* ends;     // [B], for kSums and kDraw
   const int64_t* received;  // for kResidual [N, 2], for kDraw [ranks, B, 2], else null
   int64_t* words;           // [N, 2], for kSums [B, 2], for kDraw [B]; zeros, written
@@ -54,7 +53,7 @@ PT_HOST_DEVICE int64_t num_items(const ShardWeighParams& p) {
   return is_of_trees(p.round) ? p.ratio.verify.batch : p.shard.logits.num_rows;
 }
 
-// The row and the sequence of an item; the sequence is -1 if there is nothing to do.
+// No sequence (-1): nothing to do.
 struct ShardItem {
   int64_t row, sequence;
 };
@@ -63,7 +62,7 @@ PT_HOST_DEVICE ShardItem item_of(const ShardWeighParams& p, int64_t item) {
   return {p.ends[item].row, p.ends[item].row < 0 ? -1 : item};
 }
 
-// The row of the `index`-th child (counted from 1) that drafted a token, at the node of `walk`; -1 if there is none.
+// Returns the row of the `index`-th child (from 1) that drafted a token; -1 if none.
 PT_HOST_DEVICE int64_t drafted_child(TreeWalk& walk, int64_t index) {
   for (int32_t child = walk.first_child(); child >= 0; child = walk.next_sibling(child)) {
     const int64_t row = walk.rows.begin + child;
@@ -72,14 +71,14 @@ PT_HOST_DEVICE int64_t drafted_child(TreeWalk& walk, int64_t index) {
   return -1;
 }
 
-// Puts `walk` at `row`; false if the row is not in its tree.
+// Moves `walk` to `row`; false if it is outside the tree.
 PT_HOST_DEVICE bool stand_at(TreeWalk& walk, int64_t row) {
   if (row < walk.rows.begin || row - walk.rows.begin >= walk.num_nodes) return false;
   walk.node = static_cast<int32_t>(row - walk.rows.begin);
   return true;
 }
 
-// Learns from the words of kMasses (index 0), or of kResidual after the `index`-th rejection if the row asked for it.
+// Reads words of kMasses (index 0), or of kResidual after rejection `index` if asked.
 PT_HOST_DEVICE void learn_sums(DraftLaw law, const int64_t* words, int32_t index, ShardRow& row) {
   if (index == 0) {
     row.total = mass_of_units(words[0]);
@@ -90,15 +89,14 @@ PT_HOST_DEVICE void learn_sums(DraftLaw law, const int64_t* words, int32_t index
   }
 }
 
-// Stores, for the walk, what is left at a node after its `index`-th child that drafted a token is rejected. Rows that a
-// caller made up may ask although there is no such child.
+// Stores a node's residual after rejecting its `index`-th drafting child. Untrusted rows may ask without such a child.
 PT_HOST_DEVICE void keep_left(Residual* left, TreeWalk& walk, int64_t index, const ShardRow& row) {
   const int64_t child = row.asked ? drafted_child(walk, index) : -1;
   if (child >= 0) left[child] = row.left;
 }
 
-// The `Rows` of core/verify/rules.h for a walk after all rounds. The sums after a node's last rejection are not known,
-// but not needed either: any value above 0 does.
+// The `Rows` of core/verify/rules.h after all rounds. Sums after a node's last rejection are unused: any positive value
+// serves.
 class KnownRows {
  public:
   PT_HOST_DEVICE KnownRows(const ShardWalkParams& p, int64_t b) : p_(p), b_(b), walk_(p.ratio.verify, b) {
@@ -151,7 +149,7 @@ class KnownRows {
   PT_HOST_DEVICE bool is_tried(int32_t token) const { return tried_.contains(token); }
 
  private:
-  // The mass of a child's token under the target's distribution (shift 32) or the draft's (shift 0).
+  // Returns the target's mass (shift 32) or the draft's (shift 0) of a child's token.
   PT_HOST_DEVICE float mass_at(int32_t token, int shift) {
     const int32_t child = walk_.child_with(token);
     if (child < 0) return 0.0f;
@@ -179,16 +177,16 @@ PT_HOST_DEVICE void walk_tree(const ShardWalkParams& p, int64_t b) {
   }
   KnownRows rows(p, b);
   walk_rejection(p.ratio, b, rows);
-  // A path that is cut ends with its own token, or has none.
+  // A cut path ends with an accepted token, or has none: no draw.
   const VerifyParams& verify = p.ratio.verify;
   const int64_t last = b * (verify.max_depth + 1) + verify.num_accepted[b];
   if (verify.accept_index[last] < 0 || verify.tokens[last] >= 0) p.ends[b].row = -1;
 }
 
-// This rank's part of the draw at a path's end.
+// This rank's share of the draw at a path's end.
 struct ShardDraw {
   bool owns;
-  uint64_t bound;  // it draws its first token whose cumulative units exceed this
+  uint64_t bound;  // draws the first token whose cumulative units exceed it
   double c;
   int64_t num_tried;
 };
@@ -202,12 +200,12 @@ PT_HOST_DEVICE ShardDraw draw_of_shard(const ShardWeighParams& p, int64_t b) {
   for (int32_t rank = 0; rank < p.num_ranks; ++rank) {
     for (int which = 0; which < kWeighWords; ++which) totals[which] += units(rank, which);
   }
-  // If nothing is left, the draw is from the target's own distribution.
+  // If nothing is left, draws from the target's distribution.
   const double left =
       mass_left(Residual{end.c, 0.0, 0.0}, static_cast<double>(totals[0]), static_cast<double>(totals[1]));
   const bool from_target = !(left > 0.0);
   const int which = from_target ? 1 : 0;
-  const uint64_t total = from_target ? totals[1] : totals[0];  // an index would put the array into memory
+  const uint64_t total = from_target ? totals[1] : totals[0];  // an index would move the array to memory
   if (total == 0) return {};
   const double coin = end.coin > 0.0 ? min_of(end.coin, 1.0) : 0.0;
   const uint64_t drawn = min_of(static_cast<uint64_t>(coin * static_cast<double>(total)), total - 1);
@@ -217,7 +215,7 @@ PT_HOST_DEVICE ShardDraw draw_of_shard(const ShardWeighParams& p, int64_t b) {
   return {owns, drawn - before, from_target ? 0.0 : end.c, from_target ? 0 : end.num_tried};
 }
 
-// Marks as tried those tokens of the first `count` drafting children that are in this rank's columns.
+// Marks tokens of the first `count` drafting children in this rank's columns.
 PT_HOST_DEVICE void mark_tried(const ShardRows& shard, TreeWalk& walk, int64_t count, TriedTokens& tried) {
   for (int32_t child = walk.first_child(); child >= 0 && count > 0; child = walk.next_sibling(child)) {
     const int32_t token = draft_token_at(walk.p, walk.rows.begin + child);
@@ -228,19 +226,19 @@ PT_HOST_DEVICE void mark_tried(const ShardRows& shard, TreeWalk& walk, int64_t c
   }
 }
 
-// A pair of masses as one word; only the rank that has the token writes it.
+// Packs masses; only the rank that has the token writes them.
 PT_HOST_DEVICE int64_t word_of_masses(float target, float draft) {
   return static_cast<int64_t>(uint64_t{ScalarMath::bits<uint32_t>(target)} << 32 | ScalarMath::bits<uint32_t>(draft));
 }
 
-// What a rank has to sum at a row: nothing, or what is left at c.
+// A rank's sum at a row, if asked.
 struct ShardQuestion {
   bool asked;
   double c;
   int64_t num_tried;
 };
 
-// Rejects the `index`-th child at row n if another child would be judged after it.
+// Rejects child `index` of row n if another child would be judged after it.
 PT_HOST_DEVICE ShardQuestion reject_child(const ShardWeighParams& p, TreeWalk& walk, ShardRow& row) {
   row.asked = row.left.mass > 0.0 && drafted_child(walk, p.index + 1) >= 0;
   if (!row.asked) return {};

@@ -1,6 +1,6 @@
-// Rows of logits whose vocabulary is split among the ranks of a group: each rank holds a run of columns. What a row's
-// distribution needs of the whole vocabulary is found in rounds: each rank describes its columns in a few words, and
-// learns from the combined words of all ranks. Words are integers, so that nothing depends on the split.
+// Rows of logits whose vocabulary is split among ranks, by ranges of columns. Each round reduces every rank's columns
+// to a few integer words, and these over all ranks. Integers make results independent of the split.
+// peak -> top-k threshold, digit by digit -> top-p threshold, digit by digit -> ties -> race
 #pragma once
 
 #include "core/options.h"
@@ -8,32 +8,31 @@
 
 namespace pagedtree {
 
-// What a rank says of a row in each round, and how the ranks' words are combined.
+// Words per row of a rank in each round, and their reduction.
 enum class ShardRound : int32_t {
   kNone,
-  kPeak,   // 2 words, maximum: the largest logit with its token; whether there is a NaN
-  kCount,  // kShardBins words, sum: tokens by a digit of their logit's key, for top_k
-  kMass,   // kShardBins words, sum: weights by a digit of their logit's key, for top_p
-  kTies,   // 1 word, gathered from all ranks: how many tokens are at the threshold
+  kPeak,   // 2 words, maximum: largest logit with its token; NaN flag
+  kCount,  // kShardBins words, sum: token counts by a digit of the key, for top_k
+  kMass,   // kShardBins words, sum: weights by a digit of the key, for top_p
+  kTies,   // 1 word, gathered: tokens at the threshold
   kRace,   // 1 word, maximum: the best score with its token
-  kLeft,   // 1 word, maximum: whether a token is left where the stop ids are forbidden; the first round, if there are
-           // any
+  kLeft,   // 1 word, maximum: nonzero if forbidding the stop ids leaves a token; comes first, if used
 };
 
-constexpr int kShardDigitBits = 4;  // few bins per digit: fewer words in all, but more rounds
+constexpr int kShardDigitBits = 4;  // fewer bins: fewer words in all, but more rounds
 constexpr int kShardBins = 1 << kShardDigitBits;
 
 PT_HOST_DEVICE constexpr int64_t words_of(ShardRound round) {
   return round == ShardRound::kPeak ? 2 : round == ShardRound::kCount || round == ShardRound::kMass ? kShardBins : 1;
 }
 
-// The keys of a dtype's logits differ only in their first digits: those of sign, exponent and mantissa.
+// Digits that can differ between a dtype's keys: sign, exponent and mantissa.
 PT_HOST_DEVICE constexpr int digits_of(DType dtype) {
   const int bits = dtype == DType::kFloat32 ? 32 : dtype == DType::kFloat16 ? 1 + 8 + 10 : 1 + 8 + 7;
   return ceil_div(bits, kShardDigitBits);
 }
 
-// The key with these first digits; its other bits follow from the sign of the logit.
+// Completes a key from its first digits; the other bits follow from the logit's sign.
 PT_HOST_DEVICE uint32_t whole_key(uint32_t digits, int count) {
   const int rest = 32 - kShardDigitBits * count;
   if (rest == 0) return digits;
@@ -41,7 +40,7 @@ PT_HOST_DEVICE uint32_t whole_key(uint32_t digits, int count) {
   return digits << rest | (negative ? (1u << rest) - 1 : 0u);
 }
 
-// A value with a token as one integer: larger values have larger integers, and among equal values lower tokens do.
+// Packs a value and a token so that larger values, then lower tokens, compare greater.
 PT_HOST_DEVICE int64_t ranked_word(float value, int64_t token) {
   const uint64_t key = order_key<ScalarMath>(value + 0.0f) ^ 0x80000000u;  // -0 ties with +0
   return static_cast<int64_t>(key << 32 | static_cast<uint32_t>(~static_cast<uint32_t>(token)));
@@ -51,10 +50,9 @@ PT_HOST_DEVICE float value_of_word(int64_t word) {
 }
 PT_HOST_DEVICE int32_t token_of_word(int64_t word) { return static_cast<int32_t>(~word); }
 
-// A mass, at most 1, as an integer: 2^42 at 1. The masses of the largest vocabulary add up without overflow, and what
-// rounding takes from a distribution is less than the precision of a float.
+// 2^42 units at mass 1: the largest vocabulary adds up without overflow, and the rounding is below a float's precision.
 constexpr double kUnitMass = 4398046511104.0;
-constexpr int kHalfUnits = 21;  // bits of each half of the integer
+constexpr int kHalfUnits = 21;  // per half of the integer
 template <typename M>
 PT_HOST_DEVICE void units_of(typename M::Float mass, typename M::Uint& high, typename M::Uint& low) {
   constexpr float kHalf = 1 << kHalfUnits;
@@ -69,63 +67,60 @@ PT_HOST_DEVICE uint64_t units_of(float mass) {
 }
 PT_HOST_DEVICE double mass_of_units(int64_t units) { return static_cast<double>(units) / kUnitMass; }
 
-// Draft probabilities above 1 are invalid, and count as 1 in sums.
+// Limits draft probabilities, which are invalid above 1.
 template <typename M>
 PT_HOST_DEVICE typename M::Float at_most_one(typename M::Float mass) {
   return M::select(mass < 1.0f, mass, M::splat(1.0f));
 }
 
-// What a rank knows of a row. All but `tie_end` and `own_units` is the same on every rank.
+// Equal on all ranks except `tie_end` and `own_units`.
 struct ShardRow {
   Peak peak;
-  Filter filter;       // tie_end counts this rank's columns
-  uint64_t target;     // the count or mass that the tokens at or above the threshold must reach
-  uint64_t above;      // count or mass above `key`
-  uint64_t ties;       // how many tokens at the threshold are kept, 0: all of them
-  int64_t own_units;   // the target's masses in this rank's columns
-  double total;        // of the target's masses, on all ranks
-  Residual left;       // after the rejections so far
-  uint32_t key;        // the digits of the threshold that are known
-  int32_t num_digits;  // how many of them
-  uint8_t searching;   // whether a threshold is searched for; not bool: a caller's rows may hold any byte
-  uint8_t asked;       // whether the ranks were asked what a rejection leaves
-  uint8_t no_stops;    // whether the stop ids are forbidden before the least position, after kLeft
+  Filter filter;
+  uint64_t target;    // count or mass to reach at the threshold
+  uint64_t above;     // count or mass above `key`
+  uint64_t ties;      // kept tokens at the threshold, 0: all
+  int64_t own_units;  // target's masses in own columns
+  double total;       // target's masses on all ranks
+  Residual left;      // after the rejections so far
+  uint32_t key;       // known digits of the threshold
+  int32_t num_digits;
+  uint8_t searching;  // a threshold is searched; not bool: a caller's rows may hold any byte
+  uint8_t asked;      // the residual after a rejection was requested
+  uint8_t no_stops;   // stop ids are forbidden before the minimum position
 };
 static_assert(sizeof(ShardRow) % sizeof(int64_t) == 0);
 
-// A rank's part of the rows.
 struct ShardRows {
-  LogitsParams logits;      // N rows of this rank's columns; a rank may have none
+  LogitsParams logits;      // N rows of own columns, possibly none
   SamplingParams sampling;  // of B
   OptionsParams options;    // of B
   const int32_t* cu_nodes;  // [B + 1], null: row n is sequence n
   ShardRow* rows;           // [N] written
   int64_t batch;
-  int64_t first_token;  // the first column's id
-  int64_t vocab;        // on all ranks
-  DType key_dtype;      // the logits' order keys have the digits of this type: fp32 under options
+  int64_t first_token;  // id of the first column
+  int64_t vocab;        // of all ranks
+  DType key_dtype;      // dtype of order keys: fp32 under options
 };
 
 struct ShardStepParams {
   ShardRows shard;
   const int32_t* depths;    // [N] null without trees
-  const int64_t* seeds;     // [B], these two for kRace
+  const int64_t* seeds;     // [B], like the next only for kRace
   Integers positions;       // [B]
   const int64_t* received;  // [N, words_of(last)], after kTies [ranks, N]; null at the start
   int64_t* words;           // [N, words_of(round)] out
-  ShardRound last;          // what was received
+  ShardRound last;          // round of the received words
   ShardRound round;
   int32_t digit;
   int32_t rank;
 };
 
-// The sequence of row n, -1 if none.
 PT_HOST_DEVICE int64_t sequence_of(const ShardRows& s, int64_t n) {
   return s.cu_nodes == nullptr ? n : sequence_of_row(s.cu_nodes, s.batch, n);
 }
 
-// The depth at which a walk of sequence b visits row n, -1 if none can. A walk visits the root whatever its `depths`
-// entry says.
+// Returns the depth of a walk's visit, -1 if none is possible. A root is visited whatever its `depths` entry.
 PT_HOST_DEVICE int32_t depth_of(const ShardStepParams& p, int64_t n, int64_t b) {
   const bool is_root = p.depths == nullptr || n == p.shard.cu_nodes[b];
   return is_root ? 0 : p.depths[n];
@@ -133,22 +128,22 @@ PT_HOST_DEVICE int32_t depth_of(const ShardStepParams& p, int64_t n, int64_t b) 
 
 PT_HOST_DEVICE bool is_uniform(const ShardRow& row) { return row.peak.logit == -kInfinity; }
 
-// Whether the filters may have a threshold that must be searched for.
+// Returns true if the filters may have a threshold.
 PT_HOST_DEVICE bool is_filtered(const ShardRow& row, const Sampling& sampling) {
   return sampling.temperature != 0.0f && !is_uniform(row);
 }
 
-// The distribution on this rank's part of a row: tokens are numbered by this rank's columns.
+// Tokens are numbered by this rank's columns.
 PT_HOST_DEVICE RowDistribution shard_distribution(const ShardRows& s, const LogitRow& logits, const ShardRow& row,
                                                   const Sampling& sampling) {
-  const int32_t token = clamp_to(row.peak.token, 0, static_cast<int32_t>(s.vocab) - 1);  // rows may come from anywhere
+  const int32_t token = clamp_to(row.peak.token, 0, static_cast<int32_t>(s.vocab) - 1);  // rows are not trusted
   const Peak peak{row.peak.logit, token - static_cast<int32_t>(s.first_token), row.peak.has_nan};
   RowDistribution found = row_distribution(logits, sampling, peak, [&](const Scale&) { return row.filter; });
   if (found.uniform && sampling.temperature == 0.0f) found.filter.tie_end = 1 - static_cast<int32_t>(s.first_token);
   return found;
 }
 
-// Which tokens a search looks at, and whether it adds masses or counts.
+// Tokens that a search reads, by mass or count.
 struct ShardView {
   Scale scale;
   float min_x;
@@ -164,13 +159,12 @@ PT_HOST_DEVICE ShardView view_of(const ShardRow& row, const Sampling& sampling, 
           .by_mass = by_mass};
 }
 
-// The request options of this rank's part of a row.
 PT_HOST_DEVICE RowOptions shard_options(const ShardRows& s, int64_t n, int64_t b, const ShardRow& row,
                                         bool finds_left) {
   return {s.options, b, n, finds_left || row.no_stops ? Stops::kForbid : Stops::kAllow};
 }
 
-// Whether a round looks at the row's logits, once it has begun.
+// Returns true if the started round reads the row's logits.
 PT_HOST_DEVICE bool reads_row(const ShardStepParams& p, const Sampling& sampling, const ShardRow& row,
                               int64_t kept_ties) {
   if (kept_ties > 0) return true;
@@ -191,7 +185,6 @@ PT_HOST_DEVICE bool reads_row(const ShardStepParams& p, const Sampling& sampling
   return false;
 }
 
-// Starts the search in a threshold's first round.
 PT_HOST_DEVICE void begin_round(const ShardStepParams& p, const Sampling& sampling, ShardRow& row) {
   if (p.digit == 0 && (p.round == ShardRound::kCount || p.round == ShardRound::kMass)) {
     const bool wanted = p.round == ShardRound::kMass ? sampling.top_p < 1.0f : sampling.cuts_by_count(p.shard.vocab);
@@ -202,7 +195,7 @@ PT_HOST_DEVICE void begin_round(const ShardStepParams& p, const Sampling& sampli
   }
 }
 
-// Ends the search: the threshold is known, and `at` is the count or mass of the tokens at it.
+// Ends the search, with `at` the count or mass of the tokens at the threshold.
 PT_HOST_DEVICE void end_search(const ShardStepParams& p, const Sampling& sampling, uint64_t at, ShardRow& row) {
   const float logit = logit_of_key<ScalarMath>(whole_key(row.key, digits_of(p.shard.key_dtype)));
   row.searching = false;
@@ -211,7 +204,7 @@ PT_HOST_DEVICE void end_search(const ShardStepParams& p, const Sampling& samplin
   } else if (logit >= row.filter.min_logit) {
     row.filter.min_logit = logit;
     const uint64_t weight = weight_of<ScalarMath>(view_of(row, sampling, p.last).scale(logit));
-    if (weight == 0) return;  // below the bounds of the search: cannot be its result
+    if (weight == 0) return;  // below the search's bounds
     row.ties = ceil_div(row.target - row.above, weight);
     if (row.ties == at / weight) row.ties = 0;
   }
@@ -223,16 +216,14 @@ PT_HOST_DEVICE uint64_t sum_of_bins(const int64_t* bins) {
   return sum;
 }
 
-// The highest bin at which the sum from the top, `above` included, reaches `target`; the lowest bin if none does. Adds
-// to `above` the bins above the result.
+// Returns the highest bin at which the sum from the top reaches `target`, else the lowest. Adds higher bins to `above`.
 PT_HOST_DEVICE uint32_t find_bin(const int64_t* bins, uint64_t target, uint64_t& above) {
   uint32_t bin = kShardBins - 1;
   for (; bin > 0 && above + static_cast<uint64_t>(bins[bin]) < target; --bin) above += static_cast<uint64_t>(bins[bin]);
   return bin;
 }
 
-// Learns from the words of all ranks. After kTies, if not all tokens at the threshold are kept, returns how many of
-// this rank's are; else -1.
+// Applies the reduced words. After kTies with a partial tie, returns this rank's kept ties; else -1.
 PT_HOST_DEVICE int64_t learn(const ShardStepParams& p, int64_t n, const Sampling& sampling, ShardRow& row) {
   const int64_t* words = p.received + n * words_of(p.last);
   switch (p.last) {
@@ -249,7 +240,7 @@ PT_HOST_DEVICE int64_t learn(const ShardStepParams& p, int64_t n, const Sampling
     case ShardRound::kMass: {
       if (!row.searching) break;
       const bool is_first = row.num_digits == 0;
-      row.num_digits = min_of(row.num_digits, INT32_MAX - 1) + 1;  // rows may come from anywhere
+      row.num_digits = min_of(row.num_digits, INT32_MAX - 1) + 1;  // rows are not trusted
       if (is_first) {
         const uint64_t all = sum_of_bins(words);
         row.target =
@@ -275,16 +266,16 @@ PT_HOST_DEVICE int64_t learn(const ShardStepParams& p, int64_t n, const Sampling
       row.ties = 0;
       return static_cast<int64_t>(kept);
     }
-    case ShardRound::kRace:  // the last round: follow_tree() reads its words
+    case ShardRound::kRace:  // last round: follow_tree() reads its words
       break;
   }
   return -1;
 }
 
-// ---- trees of which each row's token is known
+// ---- trees with a known token per row
 
 struct ShardFollowParams {
-  VerifyParams verify;      // logits: the number of rows and the vocabulary of all ranks, no data
+  VerifyParams verify;      // logits: row count and vocabulary of all ranks, no data
   const ShardRow* rows;     // [N]
   const int64_t* received;  // [N, words_of(last)] of kPeak, for greedy rows, or of kRace
   ShardRound last;
@@ -301,12 +292,12 @@ PT_HOST_DEVICE void follow_tree(const ShardFollowParams& p, int64_t b) {
     const float most = at_peak ? value_of_word(words[0]) : peak.logit;
     if (most == -kInfinity || (at_peak ? words[1] != 0 : peak.has_nan)) walk.status |= kBadRow;
     const int32_t told = token_of_word(words[0]);
-    // No rank has words for a row of no sequence, which bad offsets may lead to.
+    // Bad offsets may lead to a row of no sequence, which has no words.
     const int32_t token = clamp_to<int32_t>(told, 0, static_cast<int32_t>(p.verify.logits.vocab) - 1);
     if (token != told) walk.status |= kMalformedTree;
     walk.emit(token);
     int32_t child = walk.child_with(token);
-    if (child >= 0 && p.verify.depths[walk.rows.begin + child] < 0) {  // a row that was left out, see depth_of
+    if (child >= 0 && p.verify.depths[walk.rows.begin + child] < 0) {  // row left out of the rounds, see depth_of
       walk.status |= kMalformedTree;
       child = -1;
     }

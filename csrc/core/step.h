@@ -1,4 +1,5 @@
-// The bookkeeping around a step's target pass, one sequence at a time: written once for every backend.
+// Bookkeeping before and after a step's target pass, per sequence.
+// prepare: positions = start + depth, slots of the nodes;  commit: keeps the accepted path up to eos or the limit
 #pragma once
 
 #include "core/kv_cache.h"
@@ -16,30 +17,30 @@ struct PrepareStepParams {
   int32_t* cu_seqlens_q;    // [B + 1] out
   int64_t* slots;           // [T] out
   int64_t batch;
-  int64_t num_rows;  // rows that may belong to a sequence: min(N, T)
+  int64_t num_rows;  // rows of sequences: min(N, T)
   int64_t total_q;   // T
 };
 
 struct CommitParams {
-  const int32_t* accept_index;  // [B, S], row stride accept_stride
+  const int32_t* accept_index;  // [B, S]
   const int32_t* num_accepted;  // [B]
-  const int64_t* tokens;        // [B, S], row stride tokens_stride
+  const int64_t* tokens;        // [B, S]
   const int32_t* cu_nodes;      // [B + 1]
   const int32_t* start;         // [B]
-  const int64_t* eos_ids;       // [num_eos], or [B, num_eos] with row stride eos_stride
+  const int64_t* eos_ids;       // [num_eos] or [B, num_eos]
   const int32_t* node_map;      // [num_rows]
-  const int32_t* tokens_left;   // [B] how many tokens may be kept, or null
-  int64_t* history;             // [num_histories, history_width], row stride history_stride, written
+  const int32_t* tokens_left;   // [B] limit of kept tokens, or null
+  int64_t* history;             // [num_histories, history_width], written
   int32_t* history_lens;        // [num_histories] written; null without history
   const int32_t* history_rows;  // [B] or null: sequence b has history b
-  int32_t* output_counts;       // [B, counts_width], row stride counts_stride, written; or null
+  int32_t* output_counts;       // [B, counts_width], written; or null
   int32_t* new_start;           // [B] out
   int64_t* last_token;          // [B] out
   bool* finished;               // [B] out
   int32_t* out_num_accepted;    // [B] out
   int32_t* num_tokens;          // [B] out
   int64_t* accept_rows;         // [B, S] out
-  int32_t* draft_num_accepted;  // [B] out with a node_map only, as the next three
+  int32_t* draft_num_accepted;  // [B] out, only with a node_map, like the next three
   int32_t* draft_accept_index;  // [B, S] out
   int64_t* draft_missing;       // [B, S] out
   int32_t* draft_num_missing;   // [B] out
@@ -52,7 +53,7 @@ struct CommitParams {
   int32_t path_width;  // S
 };
 
-// Position and slot of one query row. A sequence whose start is negative is idle: its rows are padding.
+// Treats a sequence with a negative start as idle: its rows are padding.
 PT_HOST_DEVICE void prepare_row(const PrepareStepParams& p, int64_t row) {
   p.positions[row] = 0;
   p.slots[row] = -1;
@@ -72,7 +73,6 @@ PT_HOST_DEVICE int32_t prepared_length(const PrepareStepParams& p, int64_t b) {
 
 PT_HOST_DEVICE int64_t num_items(const PrepareStepParams& p) { return max_of(p.total_q, p.batch + 1); }
 
-// Row i, and what the arrays over sequences have at i.
 PT_HOST_DEVICE void prepare_item(const PrepareStepParams& p, int64_t i) {
   if (i < p.total_q) prepare_row(p, i);
   if (i < p.batch) p.seq_lens[i] = prepared_length(p, i);
@@ -86,9 +86,8 @@ PT_HOST_DEVICE bool is_eos(const CommitParams& p, int64_t b, int64_t token) {
   return false;
 }
 
-// How many of the verdict's tokens sequence b keeps, and whether the last of them ends the sequence, by itself or as
-// the last one that is left to it; 0 if there is no tree. The path stops before anything that no verdict contains:
-// nodes that do not ascend or are outside the tree, negative tokens.
+// Returns the number of kept tokens, 0 without a tree. `ended`: the last one is an eos or the last that is left. The
+// path stops at invalid entries: nodes out of order or range, negative tokens.
 PT_HOST_DEVICE int32_t kept_tokens(const CommitParams& p, int64_t b, int64_t num_nodes, bool& ended) {
   ended = false;
   const int32_t* nodes = p.accept_index + b * p.accept_stride;
@@ -125,7 +124,7 @@ PT_HOST_DEVICE void count_tokens(const CommitParams& p, int64_t b, int32_t count
   }
 }
 
-// Which nodes of the path the draft model's cache holds, and which tokens of the path it lacks.
+// Finds the path's nodes in the draft model's cache, and the tokens that it lacks.
 PT_HOST_DEVICE void map_to_draft(const CommitParams& p, int64_t b, int64_t first_row, int32_t kept) {
   const int32_t* nodes = p.accept_index + b * p.accept_stride;
   int32_t* draft_nodes = p.draft_accept_index + b * p.path_width;

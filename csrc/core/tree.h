@@ -1,4 +1,5 @@
-// Draft trees, written once for every backend: how nodes link.
+// Links, depths and ancestor masks of draft trees.
+// mask(node) = mask(parent) | bit(node);  depth(node) = depth(parent) + 1
 #pragma once
 
 #include "core/numeric.h"
@@ -21,7 +22,7 @@ struct BuildTreesParams {
   int32_t mask_words;
 };
 
-// The fields of a batch of trees of R rows, written.
+// Fields of a batch of trees with R rows, written.
 struct TreeOutput {
   int32_t* cu_nodes;      // [B + 1]
   int32_t* parents;       // [R]
@@ -33,16 +34,15 @@ struct TreeOutput {
   int32_t mask_words;
 };
 
-// Rows [begin, end) of a ragged batch, kept inside it whatever the offsets say.
+// Rows [begin, end), within the batch for any offsets.
 struct NodeRange {
   int64_t begin;
   int64_t end;
   PT_HOST_DEVICE int64_t size() const { return end - begin; }
 };
 
-// The sequence that `row` of a ragged batch belongs to, -1 if none. This search, which settles one bit of the answer
-// after the other, decides it for all offsets, also for those that descend: so a row never belongs to two sequences,
-// and each backend says the same. Offsets, and so sequences, have 32 bits.
+// Returns -1 if none. This binary search over the bits of the answer defines the result even for offsets that descend:
+// no row belongs to two sequences, and all backends agree. Offsets have 32 bits.
 PT_HOST_DEVICE int64_t sequence_of_row(const int32_t* cu_offsets, int64_t batch, int64_t row) {
   int32_t found = 0;
   for (int32_t bit = highest_bit(static_cast<int32_t>(batch)); bit > 0; bit /= 2) {
@@ -51,8 +51,8 @@ PT_HOST_DEVICE int64_t sequence_of_row(const int32_t* cu_offsets, int64_t batch,
   return found < batch && cu_offsets[found] <= row ? found : -1;
 }
 
-// The rows for which that search ends at `b`: it looks at the same offsets for each of them. b = batch: those behind
-// the last sequence.
+// Returns the rows whose search ends at `b`, which reads the same offsets for each. b = batch: rows after the last
+// sequence.
 PT_HOST_DEVICE NodeRange rows_of_search(const int32_t* cu_offsets, int64_t batch, int64_t b, int64_t num_rows) {
   const int32_t found = static_cast<int32_t>(b);
   int32_t begin = found == 0 ? max_of(cu_offsets[0], 0) : 0;
@@ -70,14 +70,13 @@ PT_HOST_DEVICE NodeRange rows_of_search(const int32_t* cu_offsets, int64_t batch
   return {begin, end};
 }
 
-// The rows of sequence b.
 PT_HOST_DEVICE NodeRange node_range(const int32_t* cu_offsets, int64_t batch, int64_t b, int64_t num_rows) {
   const NodeRange rows = rows_of_search(cu_offsets, batch, b, num_rows);
   const int64_t begin = min_of(rows.begin, num_rows);
   return {begin, max_of(rows.end, begin)};
 }
 
-// The rows of all sequences; those before and behind them are padding.
+// Returns all rows except padding.
 PT_HOST_DEVICE NodeRange used_rows(const int32_t* cu_offsets, int64_t batch, int64_t num_rows) {
   if (batch == 0) return {0, 0};
   const NodeRange first = rows_of_search(cu_offsets, batch, 0, num_rows);
@@ -92,8 +91,7 @@ PT_HOST_DEVICE void clear_node(const BuildTreesParams& p, int64_t row) {
   for (int32_t w = 0; w < p.mask_words; ++w) p.mask[row * p.mask_words + w] = 0;
 }
 
-// Writes the mask row of `node`: itself and its ancestors. Indices fall on the way up, so that each word is complete
-// when the next one begins.
+// Sets the bits of `node` and its ancestors. Indices fall towards the root, so words complete in order.
 PT_HOST_DEVICE void write_ancestors(int32_t* words, int32_t mask_words, const int16_t* parents, int32_t node) {
   int32_t w = mask_words - 1;
   uint32_t bits = 0;
@@ -110,14 +108,12 @@ PT_HOST_DEVICE void write_ancestors(int32_t* words, int32_t mask_words, const in
   }
 }
 
-// A row without a node.
 PT_HOST_DEVICE void clear_row(const TreeOutput& trees, int64_t row) {
   trees.parents[row] = trees.depths[row] = trees.first_child[row] = trees.next_sibling[row] = -1;
   for (int32_t w = 0; w < trees.mask_words; ++w) trees.mask[row * trees.mask_words + w] = 0;
 }
 
-// Links node `node`, after the nodes before it, to its parent and siblings; rows of the tree begin at `begin`.
-// `last_child` has an entry for each node.
+// Links `node` of the tree at row `begin`, after the nodes before it. `last_child` has an entry per node.
 PT_HOST_DEVICE void append_child(const TreeOutput& trees, int64_t begin, int32_t node, int32_t parent,
                                  int16_t* last_child) {
   trees.first_child[begin + node] = trees.next_sibling[begin + node] = last_child[node] = -1;
@@ -127,8 +123,8 @@ PT_HOST_DEVICE void append_child(const TreeOutput& trees, int64_t begin, int32_t
   last_child[parent] = static_cast<int16_t>(node);
 }
 
-// Links tree b. `last_child` is scratch for kMaxTreeNodes entries. Parents come before their children, so one pass in
-// index order suffices and terminates whatever the parents say. Returns whether the tree is well formed.
+// Returns true for a well-formed tree. Parents precede children, so one pass in index order suffices and terminates.
+// `last_child`: scratch of kMaxTreeNodes entries.
 PT_HOST_DEVICE bool build_tree(const BuildTreesParams& p, int64_t b, int16_t* last_child) {
   const NodeRange rows = node_range(p.cu_nodes, p.batch, b, p.num_rows);
   bool valid = rows.size() > 0 && rows.size() <= p.max_nodes;
@@ -164,10 +160,10 @@ PT_HOST_DEVICE bool build_tree(const BuildTreesParams& p, int64_t b, int16_t* la
   return valid;
 }
 
-// Masks of booleans, or of biases of 0 and hidden ones, as words.
+// Masks of booleans or additive biases.
 struct MaskWordsParams {
   const void* mask;         // [T, columns]
-  const int32_t* cu_nodes;  // [B + 1]: columns are rows of the batch; null: nodes of the row's tree
+  const int32_t* cu_nodes;  // [B + 1]: columns are the batch's rows; null: nodes of the row's tree
   int32_t* words;           // [T, num_words] out, contiguous
   int64_t row_stride;       // of the mask, in elements
   int64_t column_stride;
@@ -186,12 +182,11 @@ PT_HOST_DEVICE float bias_at(const MaskWordsParams& p, int64_t at) {
   const uint16_t bits = static_cast<const uint16_t*>(p.mask)[at];
   return p.dtype == DType::kFloat16 ? float_from_half(bits) : float_from_bfloat16(bits);
 }
-// Biases from -10000 down hide, a number that bf16 rounds.
+// Returns false for -10000 or less, a number that bf16 rounds.
 PT_HOST_DEVICE bool shows(const MaskWordsParams& p, float bias) {
   return bias > (p.dtype == DType::kBFloat16 ? -9984.0f : -10000.0f);
 }
 
-// The columns of the nodes of a row's tree.
 PT_HOST_DEVICE NodeRange columns_of(const MaskWordsParams& p, int64_t row) {
   if (p.cu_nodes == nullptr) return {0, p.max_nodes};
   const int64_t b = sequence_of_row(p.cu_nodes, p.batch, row);

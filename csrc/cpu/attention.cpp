@@ -1,5 +1,5 @@
-// tree_attention on the CPU: threads pick up the plan's ranges one by one, then the pieces of rows that a cut crossed
-// are merged. The ranges do not depend on the number of threads, so the results do not either.
+// tree_attention on the CPU: threads claim the plan's ranges one by one, then cut row tiles are merged. The ranges, and
+// so the results, do not depend on the number of threads.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -12,7 +12,7 @@
 namespace pagedtree::cpu {
 namespace {
 
-constexpr int64_t kMergedFloats = 32768;  // of partial results that one thread merges alone
+constexpr int64_t kMergedFloats = 32768;  // partial results that one thread merges alone
 
 constexpr int64_t align_up(int64_t bytes) { return ceil_div(bytes, kScratchAlignment) * kScratchAlignment; }
 
@@ -46,7 +46,7 @@ void cut_ranges(const TreeAttentionParams& p, AttentionRanges& ranges) {
   ranges.head_dim_v = p.head_dim_v;
 }
 
-// Writes the rows that belong to no sequence: the padding of a captured graph.
+// Clears padding rows, as in captured graphs.
 void clear_padding(const TreeAttentionParams& p, int64_t begin, int64_t end) {
   const int64_t size = element_size(p.q_dtype), heads = int64_t{p.num_kv_heads} * p.group_size;
   for (int64_t token = begin; token < end; ++token) {
@@ -62,7 +62,7 @@ void clear_padding(const TreeAttentionParams& p, int64_t begin, int64_t end) {
 
 }  // namespace
 
-// One list takes all sequences: on the CPU the empty rows of a tile cost nothing.
+// Plans one list for all sequences: a tile's empty rows cost nothing on the CPU.
 void CpuBackend::attention_plan(const AttentionPlanParams& p, const ExecContext&) const {
   const WorkShape shape = work_of(p);
   std::fill_n(p.plan, plan_size(p.segment), 0);
@@ -90,7 +90,7 @@ void CpuBackend::tree_attention(const TreeAttentionParams& p, const ExecContext&
   cut_ranges(p, ranges);
   ranges.pieces = reinterpret_cast<float*>(scratch + workers * workspace_bytes(p));
 
-  // A worker takes the ranges of its own share in order, then ranges that other workers have not begun.
+  // A worker claims the ranges of its share in order, then unclaimed ranges of others.
   const int64_t shares = min_of<int64_t>(workers, ranges.count);
   const auto share_begin = [&](int64_t share) { return static_cast<int32_t>(share * ranges.count / shares); };
   std::atomic<int32_t> next[kMaxRanges];
@@ -105,7 +105,7 @@ void CpuBackend::tree_attention(const TreeAttentionParams& p, const ExecContext&
       }
     }
   });
-  // Waking the other threads takes longer than to merge a few small pieces.
+  // Waking threads takes longer than merging a few small pieces.
   const int64_t grain = max_of<int64_t>(kMergedFloats / max_of<int64_t>(ranges.piece_rows * p.head_dim_v, 1), 1);
   const int64_t count = p.segment > 0 ? p.batch * p.num_kv_heads : ranges.count;
   parallel_for(ctx, count, p.segment > 0 ? 1 : grain, [&](int64_t begin, int64_t end) {

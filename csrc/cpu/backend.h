@@ -1,4 +1,4 @@
-// The CPU backend: rules are in rules.cpp, the other ops in the files of their families.
+// The CPU backend: rules are in rules.cpp, other ops in their family's file.
 #pragma once
 
 #include "core/ops.h"

@@ -1,3 +1,4 @@
+// Hosts of the drafting ops (core/drafting.h, best_first.h, ngram.h, select_nodes.h).
 #include "core/drafting.h"
 
 #include <algorithm>
@@ -16,7 +17,6 @@
 namespace pagedtree::cpu {
 namespace {
 
-// The children of frontier node f, scored with the log-probability of the path.
 void expand_node(const ExpandTreeParams& p, const IsaKernels& isa, int64_t b, int64_t f, FilterScratch& scratch) {
   const int64_t row = b * p.num_expanded + f, children = first_child_of(p, b, f);
   int64_t* tokens = p.out_tokens + children;
@@ -49,7 +49,7 @@ void expand_node(const ExpandTreeParams& p, const IsaKernels& isa, int64_t b, in
   }
 }
 
-// Writes the offsets of ragged trees from their sizes, and padding into the rows that no tree takes.
+// Writes prefix sums of tree sizes, and padding into unused rows.
 template <typename CountOf>
 void pack_offsets(int64_t batch, int64_t num_rows, int32_t* cu_nodes, int64_t* draft_tokens, int32_t* parents,
                   const CountOf& count_of) {
@@ -61,8 +61,7 @@ void pack_offsets(int64_t batch, int64_t num_rows, int32_t* cu_nodes, int64_t* d
   }
 }
 
-// Grows sequence b's tree; returns its number of nodes. The nodes that have a next child are a heap, the first one on
-// top.
+// Grows sequence b's tree and returns its size. A heap orders nodes by their next child.
 int32_t grow_best_first(const BestFirstTreeParams& p, int64_t b, BestFirstTree& tree) {
   struct Entry {
     float joint;  // of the next child
@@ -102,7 +101,6 @@ int32_t grow_best_first(const BestFirstTreeParams& p, int64_t b, BestFirstTree& 
   return size;
 }
 
-// Writes the keys of tree b's nodes.
 void write_keys(const SelectNodesParams& p, int64_t b) {
   const NodeRange rows = selectable_rows(p, b);
   for (int64_t row = rows.begin; row < rows.end; ++row) {
@@ -114,12 +112,12 @@ void write_keys(const SelectNodesParams& p, int64_t b) {
   }
 }
 
-// Nodes in the order in which they are kept: by key, then the lower row first. Rows are below 2^31.
+// Orders by key, ties by lower row. Rows are below 2^31.
 uint64_t rank_of_node(const SelectNodesParams& p, int64_t row) {
   return uint64_t{p.keys[row]} << 32 | static_cast<uint32_t>(~static_cast<uint32_t>(row));
 }
 
-// The rank of the last node that is kept; keys are 0 for nodes that never are.
+// Skips nodes with key 0.
 uint64_t last_kept_rank(const SelectNodesParams& p) {
   std::vector<uint64_t> ranks;
   ranks.reserve(static_cast<size_t>(p.num_rows));
@@ -142,9 +140,8 @@ bool is_kept(const SelectNodesParams& p, int64_t begin, int64_t row, uint64_t la
   return row == begin || rank_of_node(p, row) >= last;
 }
 
-// Writes the kept nodes of tree b.
 void write_kept_tree(const SelectNodesParams& p, int64_t b, uint64_t last) {
-  int16_t places[kMaxTreeNodes];  // how many nodes before this one are kept
+  int16_t places[kMaxTreeNodes];  // kept nodes before this one
   int16_t parents[kMaxTreeNodes], last_child[kMaxTreeNodes];
   const NodeRange rows = selectable_rows(p, b);
   const int64_t begin = p.trees.cu_nodes[b];
@@ -155,7 +152,7 @@ void write_kept_tree(const SelectNodesParams& p, int64_t b, uint64_t last) {
     const int32_t node = static_cast<int32_t>(row - rows.begin);
     places[node] = static_cast<int16_t>(place);
     if (!is_kept(p, rows.begin, row, last)) continue;
-    const int32_t new_parent = node > 0 ? places[p.parents[row]] : -1;  // kept like each node on the way to a kept one
+    const int32_t new_parent = node > 0 ? places[p.parents[row]] : -1;  // all ancestors of a kept node are kept
     parents[place] = static_cast<int16_t>(new_parent);
     write_kept(p, begin, place, parents, row);
     append_child(p.trees, begin, place, new_parent, last_child);
@@ -224,7 +221,7 @@ void CpuBackend::rerank_tree(const RerankTreeParams& p, const ExecContext& ctx) 
 }
 
 void CpuBackend::ngram_propose(const NgramProposeParams& p, const ExecContext& ctx) const {
-  // The size of a trie is known only when it is built: each is built in scratch and then moved to its place.
+  // A trie's size is known only once it is built, so tries are built in scratch and then moved.
   parallel_for(ctx, p.batch, 1, [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) p.trie_sizes[b] = propose_ngrams(p, b);
   });

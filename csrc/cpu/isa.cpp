@@ -29,7 +29,7 @@ bool has_amx() {
   __asm__("cpuid" : "+a"(eax), "=b"(ebx), "+c"(ecx), "=d"(edx));
   const bool tile = edx & (1u << 24), bf16 = edx & (1u << 22);
   if (!tile || !bf16) return false;
-  // The kernel grants the tile registers (XTILEDATA, feature 18) on request only.
+  // The kernel grants tile registers (XTILEDATA, feature 18) on request only.
   constexpr long kArchReqXcompPerm = 0x1023, kXfeatureXtiledata = 18;
   return syscall(SYS_arch_prctl, kArchReqXcompPerm, kXfeatureXtiledata) == 0;
 }

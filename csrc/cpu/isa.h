@@ -1,9 +1,8 @@
-// One table of vectorised kernels for each instruction set; the choice among them is made at run time.
+// Tables of vectorised kernels, one per instruction set, selected at run time.
 //
-// The sources of cpu/isa/, listed in CMakeLists.txt, are compiled once per instruction set, each time in a namespace of
-// that name; those over rows not again for AMX, which has nothing for them. Whatever they include must have internal
-// linkage or live in that namespace: a function shared through the linker could be the AVX-512 copy on a machine
-// without it. So: `static inline`, no std containers.
+// The sources of cpu/isa/ (CMakeLists.txt) are compiled once per instruction set, in a namespace of its name; AMX
+// reuses another set's row kernels. Everything they include needs internal linkage or that namespace, or the linker
+// might select the AVX-512 copy of a function for a machine without it: use `static inline`, no std containers.
 #pragma once
 
 #include "core/drafting.h"
@@ -17,7 +16,7 @@
 
 namespace pagedtree::cpu {
 
-// The heads of one token whose columns are rotated. Strides count bytes.
+// Heads of one token to rotate. Strides count bytes.
 struct RotaryHeads {
   const char* from;
   char* to;  // may be `from`
@@ -32,12 +31,12 @@ struct IsaKernels {
   void (*merge_states)(const MergeStatesParams&, int64_t begin, int64_t end);  // rows token * H + head
   void (*sample)(const SampleParams&, int64_t r, RowScratch& scratch);
   void (*token_logprobs)(const TokenLogprobsParams&, int64_t r, RowScratch& scratch);
-  // dst[i] = saturate(src[i] / scale) as e4m3; dtype is that of src: fp32, fp16 or bf16.
+  // Computes dst[i] = saturate(src[i] / scale) as e4m3; src is fp32, fp16 or bf16.
   void (*quantize_e4m3)(const void* src, DType dtype, int64_t count, float scale, uint8_t* dst);
-  // Rotates the heads by row `angles` of p.cos_sin, and copies their other columns.
+  // Rotates by row `angles` of p.cos_sin, and copies the other columns.
   void (*rotate_heads)(const RopeAppendParams& p, int64_t angles, const RotaryHeads& heads);
-  // The k best tokens and their logits, best first, equal ones by id; -1 and -inf where fewer are finite. Returns the
-  // sum of exp(logit - best logit) if asked to.
+  // Returns the k best tokens and logits, ties by id; -1 and -inf if fewer are finite. `with_sum`: sums exp(logit -
+  // best logit).
   double (*top_tokens)(const LogitRow& row, int32_t k, bool with_sum, int64_t* tokens, float* logits);
   void (*draw_children)(const LogitRow& row, const Sampling& sampling, const ChildrenDraw& draw,
                         FilterScratch& scratch);
@@ -47,8 +46,8 @@ struct IsaKernels {
   void (*verify_typical)(const RatioParams&, int64_t b, RowScratch& scratch);
   void (*verify_traversal)(const RatioParams&, int64_t b, RowScratch& scratch);
   void (*step_shard)(const ShardStepParams&, int64_t row, RowScratch& scratch);
-  void (*weigh_shard)(const ShardWeighParams&, int64_t item, RowScratch& scratch);  // a row, or a tree
-  // A value head of a sequence: item = b * H + h. Without `out` the state advances.
+  void (*weigh_shard)(const ShardWeighParams&, int64_t item, RowScratch& scratch);  // a row or a tree
+  // Runs item = b * H + h. Without `out` the state advances.
   void (*delta_rule)(const DeltaRuleParams&, int64_t item, DeltaScratch& scratch);
   void (*conv1d)(const ConvParams&, int64_t b, int64_t first_channel);
 };
@@ -78,12 +77,11 @@ const IsaKernels& kernels();
 }
 #endif
 
-// The best table that this machine can run, or the one that PAGEDTREE_CPU_ISA names (portable, avx2, avx512, amx; in
-// test builds also avx512_emulated and amx_emulated; read at each call). Throws std::runtime_error if the machine or
-// the build lacks the named one.
+// Returns the table named by PAGEDTREE_CPU_ISA (portable, avx2, avx512, amx; in test builds also avx512_emulated,
+// amx_emulated; read at each call), else the best. Throws std::runtime_error if machine or build lacks it.
 PT_EXPORT const IsaKernels& isa_kernels();
 
-// The names of the tables that this machine can run, separated by commas, best last.
+// Returns the supported tables, comma-separated, best last.
 PT_EXPORT const char* available_isas();
 
 }  // namespace pagedtree::cpu

@@ -21,7 +21,7 @@ void append_row(const AppendKvParams& p, const AppendSide& side, const IsaKernel
   auto* to = static_cast<uint8_t*>(side.cache) +
              (page * side.cache_page_stride + offset * side.cache_slot_stride) * cache_size;
   const bool copied = p.dtype == p.cache_dtype;
-  // Heads that lie side by side and share a scale are one run.
+  // Adjacent heads with a common scale form one run.
   const int64_t dim = side.head_dim;
   const bool dense = side.head_stride == dim && side.cache_head_stride == dim && side.scale_stride == 0;
   const int64_t runs = dense ? 1 : p.num_kv_heads;
@@ -37,8 +37,7 @@ void append_row(const AppendKvParams& p, const AppendSide& side, const IsaKernel
   }
 }
 
-// All rows of a window are loaded before any is stored, so moves may overlap whatever their order; the window bounds
-// the scratch.
+// Loads a window of all rows before storing, so moves may overlap in any order. The window bounds the scratch.
 void move_rows(const CacheView& cache, const Move* moves, int64_t count, uint8_t* scratch) {
   auto* const data = static_cast<uint8_t*>(cache.data);
   const int64_t window = kScratchBytes / count;
@@ -92,7 +91,7 @@ void CpuBackend::rope_append(const RopeAppendParams& p, const ExecContext& ctx) 
   const bool is_converted = a.dtype != a.cache_dtype;
   parallel_for(ctx, a.num_tokens, ceil_div(kBytesPerTask, row_bytes), [&](int64_t begin, int64_t end) {
     std::vector<char> rotated(static_cast<size_t>(is_converted ? a.num_kv_heads * p.head_dim * size : 0));
-    AppendSide rotated_k = k;  // of one token, before it is converted
+    AppendSide rotated_k = k;  // before conversion
     rotated_k.rows = rotated.data();
     rotated_k.token_stride = 0;
     rotated_k.head_stride = p.head_dim;
@@ -128,7 +127,7 @@ void CpuBackend::rope_append(const RopeAppendParams& p, const ExecContext& ctx) 
 void CpuBackend::compact_kv(const CompactKvParams& p, const ExecContext& ctx) const {
   for (int64_t b = 0; b < p.batch; ++b) p.seq_lens[b] = compacted_length(p, b);
   const auto page_of = [&](int64_t position) { return position / p.table.page_size; };
-  // The outer loop is over sequences, because a sequence's moves are the same for all tensors.
+  // Sequences outside: their moves are the same for all tensors.
   parallel_for(ctx, p.batch * p.num_caches, 4, [&](int64_t begin, int64_t end) {
     Move moves[kMaxTreeNodes];
     alignas(64) uint8_t scratch[kScratchBytes];

@@ -1,4 +1,4 @@
-// Memory that the hosts allocate for the kernels of cpu/isa/logits.
+// Memory for cpu/isa/logits.
 #pragma once
 
 #include "core/options.h"
@@ -6,54 +6,52 @@
 
 namespace pagedtree::cpu {
 
-// A row's peaks: the largest logit of each lane in each block. Later scans skip blocks by them.
+// Peaks: largest logit per block and lane.
 constexpr int kPeakBlock = kMassBlock;
 constexpr int kMostLanes = 16;
 constexpr int kMaxPeaks = kMaxVocab / kPeakBlock * kMostLanes;
 
-// Scratch of the filters' search in a row of any length: its peaks, and logits that are listed.
 struct FilterScratch {
   float peaks[kMaxPeaks];
   float listed[kMaxVocab + kMostLanes];
   float left[kMaxVocab + kMostLanes];
 };
 
-// What is known of a block's peaks under request options: bounds of them, their largest and bounds of the others, or
-// all.
+// Exactness of a block's peaks: bounds; exact maximum and bounds; all exact.
 enum class Exactness : uint8_t { kBounds, kMost, kPeaks };
 enum class BlockMasks : uint8_t { kUnknown, kAllow, kForbid };
-// Words of 64 bits for a block's vectors, of at least four lanes.
+// One bit per vector of a block, of at least four lanes.
 constexpr int kMostWords = kPeakBlock / 4 / 64;
 
-// A row under request options, of at most V columns: how its logits are adjusted when they are read.
+// A row of at most V columns under request options, adjusted on reading.
 struct AdjustedRow {
-  LogitRow memory;  // the row as it is in memory
+  LogitRow memory;
   Penalties penalties;
-  const int32_t* allowed_mask;  // of the sequence, these three, or null
-  const int32_t* prompt_mask;   // null also without a penalty that asks for it
+  const int32_t* allowed_mask;  // of the sequence, like the next two; or null
+  const int32_t* prompt_mask;   // null also if no penalty uses it
   const int32_t* counts;        // of this row's columns
   int64_t first_token, vocab;
   int64_t num_patched = 0;
-  float largest;  // what +inf reads as
-  bool pays;      // whether there is a penalty
-  bool lowers;    // whether only patches can raise a logit
-  // Memory that OptionsMemory owns:
-  float* values;         // [V + kMostLanes] adjusted logits of patched tokens, and of blocks that are kept
+  float largest;  // replaces +inf
+  bool pays;      // true if there is a penalty
+  bool lowers;    // true if only patches can raise a logit
+  // Owned by OptionsMemory:
+  float* values;         // [V + kMostLanes] adjusted logits of patched tokens and kept blocks
   Exactness* exactness;  // [blocks]
-  BlockMasks* masks;     // [blocks] whether a mask may forbid one of the block's tokens
-  float* found_least;    // [blocks] above which logit `found` has the block's vectors; infinite: not known yet
-  uint64_t* found;       // [blocks * kMostWords] bits: vectors
-  uint8_t* is_kept;      // [blocks] whether `values` holds the block
-  float* most;           // [blocks] the largest peak, or bound, of the block
-  uint32_t* patched;     // [ceil(V / 32)] bits: tokens that RowPatch has corrected
-  int32_t* columns;      // [V] those tokens, num_patched in all
-  float* bias;           // [V] zeros, to add biases up in
+  BlockMasks* masks;     // [blocks]
+  float* found_least;    // [blocks] bound of `found`; infinite: unknown
+  uint64_t* found;       // [blocks * kMostWords] vectors with a logit above it
+  uint8_t* is_kept;      // [blocks] nonzero if in `values`
+  float* most;           // [blocks] largest peak or bound
+  uint32_t* patched;     // [ceil(V / 32)] tokens corrected by RowPatch
+  int32_t* columns;      // [num_patched] these tokens
+  float* bias;           // [V] zeros between rows
 };
 
-// Scratch of a row; what follows the first two is for rules that weigh drafts.
+// From `distributions` on for rules with drafts.
 struct RowScratch {
   FilterScratch filter;
-  AdjustedRow* adjusted;  // of the thread
+  AdjustedRow* adjusted;  // the thread's
   NodeDistributions distributions;
   MassTable residuals, drafts;
   MassBlock block;

@@ -1,4 +1,3 @@
-// The memory of a thread that works on rows of logits, one after the other.
 #pragma once
 
 #include <memory>
@@ -9,11 +8,10 @@
 
 namespace pagedtree::cpu {
 
-// That of an AdjustedRow. It stays with the thread from call to call, some 16 bytes per column: fetching fresh pages
-// takes longer than a row.
+// Memory of an AdjustedRow, about 16 bytes per column, kept per thread: fetching fresh pages takes longer than a row.
 class OptionsMemory {
  public:
-  // For rows of `columns`; nothing is allocated without options.
+  // Allocates only with options.
   static AdjustedRow& of_thread(const OptionsParams& o, int64_t columns) {
     static thread_local OptionsMemory memory;
     if (o.used) memory.grow(static_cast<size_t>(columns), o.cu_bias != nullptr);
@@ -21,7 +19,7 @@ class OptionsMemory {
   }
 
  private:
-  // adjust_row() leaves zeros where it finds them, so that only new memory is filled.
+  // Fills only new memory: adjust_row() restores the zeros.
   void grow(size_t size, bool has_bias) {
     const size_t blocks = columns_.size() < size ? size / kPeakBlock + 1 : is_kept_.size();
     if (columns_.size() < size) {
@@ -56,7 +54,7 @@ class OptionsMemory {
   std::vector<float> values_, bias_;
 };
 
-// Calls kernel(p, i, scratch) for each i below `count`; the rows of logits have `columns`.
+// Calls kernel(p, i, scratch) for i below `count`. Rows have `columns` logits.
 template <typename Params>
 void for_each_row(const ExecContext& ctx, int64_t count, const OptionsParams& o, int64_t columns, const Params& p,
                   void (*kernel)(const Params&, int64_t i, RowScratch& scratch)) {

@@ -1,11 +1,10 @@
-// Splits a loop over the caller's threads.
 #pragma once
 
 #include "core/ops.h"
 
 namespace pagedtree::cpu {
 
-// Calls body(begin, end) for disjoint ranges that cover [0, count). `body` must not throw.
+// Calls body(begin, end) for ranges that cover [0, count), on the caller's threads. `body` must not throw.
 template <typename F>
 static inline void parallel_for(const ExecContext& ctx, int64_t count, int64_t grain_size, const F& body) {
   if (count <= 0) return;

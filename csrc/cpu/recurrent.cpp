@@ -22,13 +22,13 @@ void run_delta_rule(const DeltaRuleParams& p, const ExecContext& ctx) {
   });
 }
 
-// The last W - 1 inputs of one channel move up by those of the path. Targets come before their sources.
+// Shifts the path's inputs into the last W - 1 inputs. Targets precede sources.
 template <typename T>
 void shift_channel(const ConvParams& p, int64_t b, int64_t state_index, int64_t channel, int64_t replayed) {
   T* state = static_cast<T*>(p.conv_state) + state_index * p.state_strides[0] + channel * p.state_strides[1];
   const int64_t kept = p.width - 1, step = p.state_strides[2];
   for (int64_t i = 0; i < kept; ++i) {
-    const int64_t from = i + replayed - kept;  // a token of the path, or what the state has
+    const int64_t from = i + replayed - kept;  // path token, or previous state
     state[i * step] = from < 0 ? state[(i + replayed) * step]
                                : static_cast<const T*>(p.x)[replayed_row(p.tokens, b, from) * p.x_stride + channel];
   }
@@ -37,7 +37,7 @@ void shift_channel(const ConvParams& p, int64_t b, int64_t state_index, int64_t 
 }  // namespace
 
 void CpuBackend::tree_delta_rule(const DeltaRuleParams& p, const ExecContext& ctx) const {
-  // Rows of no sequence, and nodes that cannot be reached.
+  // Zeros for padding rows and unreachable nodes.
   const int64_t bytes = p.tokens.num_rows * p.num_heads * p.value_dim * element_size(p.dtype);
   if (bytes == 0) return;
   std::memset(p.out, 0, static_cast<size_t>(bytes));

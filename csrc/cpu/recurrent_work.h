@@ -1,55 +1,53 @@
-// The memory of one work item of the delta rule; the same for each instruction set.
+// Memory of a delta-rule work item.
 #pragma once
 
 #include "core/recurrent.h"
 
 namespace pagedtree::cpu {
 
-constexpr int64_t kDeltaPadding = 32;   // columns: a multiple of each instruction set's panel
+constexpr int64_t kDeltaPadding = 32;   // columns: a multiple of every panel
 constexpr int64_t kConvChannels = 128;  // of one work item
 
-// Decays of channels: where a token's path stands, cpu/isa/recurrent/channel_decays.h.
+// A token's path under channel decays (cpu/isa/recurrent/channel_decays.h).
 struct PathBlock {
-  int32_t first;       // token of its block
-  int32_t number = 0;  // of blocks of its path
-  int32_t tokens = 0;  // of its path
-  int32_t end = 0;     // the last token of the block that is looked at
+  int32_t first;       // first token of the current block
+  int32_t number = 0;  // index of this block in its path
+  int32_t tokens = 0;  // tokens of the path
+  int32_t end = 0;     // last token of the visited block
   bool walks = false;
 };
 
-// Rows are tokens of a chunk; columns are padded with zeros. Value heads that share a key head follow each other, and
-// find what depends on that alone as the one before left it.
+// Rows are tokens; columns are zero-padded. Consecutive value heads reuse the data that depends only on their key head.
 struct DeltaScratch {
-  int64_t rows;          // that there is room for
+  int64_t rows;          // capacity
   int64_t keys_width;    // Dk, padded
   int64_t values_width;  // Dv, padded
   int64_t pairs_width;   // rows, padded
-  int64_t loaded = -1;   // b * Hk + key head of the tokens below, if they are all of its sequence
+  int64_t loaded = -1;   // b * Hk + key head of the loaded tokens if they are the whole sequence, else -1
   int32_t count = 0;     // tokens
   int32_t* nodes;        // [rows]
   int32_t* parents;      // [rows]
   int32_t* place;        // [rows]
   float* keys;           // [2 rows, keys_width]: keys, then queries
-  float* key_panels;     // keys, with decays of channels divided by P, in panels of tile/gemm.h, transposed
-  float* key_weights;    // [rows, pairs_width]: A of docs/notes/recurrent.md, with decays of channels alone
+  float* key_panels;     // in panels of tile/gemm.h, transposed; divided by P under channel decays
+  float* key_weights;    // [rows, pairs_width]: A of docs/notes/recurrent.md, without decays of heads
   float* query_weights;  // [rows, pairs_width]: C, likewise
   float* betas;          // [rows]
-  float* decays;         // [rows]: exp(g) of the head; 1 where each channel has its own
-  float* path_decays;    // [rows]: their products over the path
-  // Decays of channels only:
+  float* decays;         // [rows]: exp(g) of the head; 1 under channel decays
+  float* path_decays;    // [rows]: product over the path
+  // Channel decays only:
   PathBlock* blocks;           // [rows]
   float* channel_decays;       // [rows, keys_width]: exp(g)
   float* block_decays;         // [rows, keys_width]: P
-  float* channel_path_decays;  // [rows, keys_width]: products over the path
-  float* decayed;              // [2 rows, keys_width]: keys and queries with the decays of the whole path
-  float* key_products;         // [rows, pairs_width]: weights of tokens of other blocks
+  float* channel_path_decays;  // [rows, keys_width]: product over the path
+  float* decayed;              // [2 rows, keys_width]: keys and queries times path decays
+  float* key_products;         // [rows, pairs_width]: weights of other blocks
   float* query_products;       // [rows, pairs_width]
-  float* values;               // [2 rows, values_width]: what they read of the state; the first half becomes u
+  float* values;               // [2 rows, values_width]: reads of the state; the first half becomes u
   float* value;                // [values_width]
   float* carry;                // [keys_width]
   float* state;                // in panels
 
-  // Lays the parts out from `memory` on; returns how many floats they take.
   int64_t assign(const DeltaRuleParams& p, float* memory) {
     const RecurrentBatch& tokens = p.tokens;
     const bool whole_tree = tokens.parents != nullptr && p.out != nullptr;

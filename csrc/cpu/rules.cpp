@@ -1,4 +1,4 @@
-// The ops that treat each of their items by itself (core/ops.h).
+// Runs the rules of core/ops.h item by item.
 #include "core/kv_cache.h"
 #include "core/shard_distributions.h"
 #include "core/step.h"

@@ -1,4 +1,4 @@
-// Vocabularies that are split among ranks, see core/shards.h and core/shard_distributions.h.
+// See core/shards.h and core/shard_distributions.h.
 #include "cpu/backend.h"
 #include "cpu/isa.h"
 #include "cpu/options_memory.h"

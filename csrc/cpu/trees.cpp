@@ -5,7 +5,7 @@
 namespace pagedtree::cpu {
 
 void CpuBackend::build_trees(const BuildTreesParams& p, const ExecContext& ctx) const {
-  // Rows that belong to no tree (the padding of a fixed-shape batch) read as unreachable.
+  // Padding rows read as unreachable.
   const NodeRange used = used_rows(p.cu_nodes, p.batch, p.num_rows);
   for (int64_t row = 0; row < used.begin; ++row) clear_node(p, row);
   for (int64_t row = used.end; row < p.num_rows; ++row) clear_node(p, row);

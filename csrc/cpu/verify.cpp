@@ -6,7 +6,6 @@
 namespace pagedtree::cpu {
 namespace {
 
-// Calls the rule for each tree of the batch.
 template <typename Params>
 void for_each_tree(const VerifyParams& verify, const ExecContext& ctx, const Params& p,
                    void (*rule)(const Params&, int64_t b, RowScratch&)) {

@@ -1,4 +1,4 @@
-// CUDA's keywords, variables and device functions under their own names, for kernels that a host compiler compiles.
+// CUDA's keywords, variables and device functions, for kernels compiled by a host compiler.
 #pragma once
 
 #include <vector_functions.h>
@@ -14,13 +14,13 @@
 
 #include "simt/machine.h"
 
-// The toolkit's headers define the other keywords away. A static __shared__ variable would be shared by all CTAs of all
-// instances of a kernel, so kernels use ptx::shared<T>() instead.
+// The toolkit's headers remove the other keywords. All CTAs of all instances would share a static __shared__ variable,
+// so kernels use ptx::shared<T>().
 #undef __launch_bounds__
 #define __launch_bounds__(...)
 #undef __shared__
 #define __shared__ static_assert(false, "use ptx::shared<T>()");
-// Not inlined: the calls cost less time in tests than inlining every function costs the compiler.
+// Not inlined: calls cost tests less than inlining costs the compiler.
 #undef __forceinline__
 #define __forceinline__ inline
 
@@ -30,7 +30,6 @@ constexpr int warpSize = 32;
 
 namespace pagedtree::simt {
 
-// Lane `lane` gives `value` and gets the value of lane source(lane).
 template <typename T, typename Source>
 T shuffle(uint32_t mask, T value, const Site& site, Source source) {
   struct Arguments {
@@ -140,7 +139,6 @@ inline uint32_t __ballot_sync(uint32_t mask, int predicate, PT_SIMT_AT) {
 inline int __any_sync(uint32_t mask, int predicate, PT_SIMT_AT) {
   return pagedtree::simt::reduce(mask, static_cast<int>(predicate != 0), {"__any_sync", at}, std::bit_or<int>());
 }
-// Which lanes give the same value.
 template <typename T>
 uint32_t __match_any_sync(uint32_t mask, T value, PT_SIMT_AT) {
   struct Arguments {
@@ -216,7 +214,7 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   for (int i = 0; i < 4; ++i) {
     const unsigned pick = selector >> 4 * i & 0xf;
     unsigned byte = static_cast<unsigned>(both >> 8 * (pick & 7)) & 0xff;
-    if (pick & 8) byte = byte & 0x80 ? 0xff : 0;  // the sign, replicated
+    if (pick & 8) byte = byte & 0x80 ? 0xff : 0;  // replicated sign
     result |= byte << 8 * i;
   }
   return result;

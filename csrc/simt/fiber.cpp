@@ -8,7 +8,7 @@
 #error "the simt backend switches stacks in x86-64 assembly"
 #endif
 
-// The registers that a function must preserve go to the old stack and come from the new one.
+// Saves callee-saved registers on the old stack and restores them from the new one.
 extern "C" __attribute__((visibility("hidden"))) void pagedtree_simt_switch(void** save, void* load);
 asm(R"(.pushsection .text
 .hidden pagedtree_simt_switch
@@ -54,7 +54,7 @@ void Stack::release_memory() {
 
 PT_UNWATCHED void Stack::restart(void (*entry)()) {
 #if defined(__SANITIZE_THREAD__)
-  release_memory();  // newly mapped memory has no owner, nor has a new context
+  release_memory();  // newly mapped memory has no owner, like a new context
   context_ = __tsan_create_fiber(0);
 #endif
   if (memory_ == nullptr) {
@@ -69,8 +69,8 @@ PT_UNWATCHED void Stack::restart(void (*entry)()) {
   __asan_unpoison_memory_region(memory_ + kGuardBytes, kBytes - kGuardBytes);
   fake_stack_ = nullptr;
 #endif
-  // The stack looks as if `entry` had no caller: its frame is aligned as the ABI demands, and the registers are zero.
-  // Stacks begin at multiples of a page. If their tops were at the same place in it, they would share few lines of L1.
+  // Simulates a call of `entry` without a caller. Stack tops differ within the page, so that stacks do not share lines
+  // of L1.
   static unsigned num_stacks = 0;
   auto** top = reinterpret_cast<void**>(memory_ + kBytes - 64 * (1 + num_stacks++ % 64));
   *--top = nullptr;
@@ -96,7 +96,7 @@ PT_UNWATCHED void Stack::arrived() {
   const void* bottom;
   size_t bytes;
   __sanitizer_finish_switch_fiber(fake_stack_, &bottom, &bytes);
-  if (came_from_->memory_ == nullptr) {  // the operating system's stack, whose bounds are known only now
+  if (came_from_->memory_ == nullptr) {  // operating system's stack: bounds are known only now
     came_from_->bottom_ = bottom;
     came_from_->bytes_ = bytes;
   }

@@ -1,4 +1,4 @@
-// A separate stack on which a CUDA thread runs, entered and left by explicit switches. x86-64 only.
+// The stack of a CUDA thread (a fiber), entered and left by explicit switches. x86-64 only.
 #pragma once
 
 #include <cstddef>
@@ -15,10 +15,9 @@ class Stack {
   Stack(const Stack&) = delete;
   ~Stack();
 
-  // Makes the next switch to the fiber call `entry`, which must call arrived() first and never return. The stack's old
-  // contents are lost.
+  // Discards the contents. The next switch calls `entry`, which must call arrived() first and never return.
   void restart(void (*entry)());
-  // Leaves `from`, on which the caller runs, for `to`; returns when another switch comes back.
+  // Switches from the caller's stack `from` to `to`; returns on a switch back.
   static void switch_to(Stack& from, Stack& to);
   void arrived();
 
@@ -26,9 +25,8 @@ class Stack {
   void release_memory();
 
   void* stack_pointer_ = nullptr;
-  unsigned char* memory_ = nullptr;  // null: the operating system's own stack
-  void* context_ = nullptr;          // ThreadSanitizer's handle of the fiber
-  // For AddressSanitizer.
+  unsigned char* memory_ = nullptr;  // null: the operating system's stack
+  void* context_ = nullptr;          // ThreadSanitizer's fiber
   void* fake_stack_ = nullptr;
   const void* bottom_ = nullptr;
   size_t bytes_ = 0;

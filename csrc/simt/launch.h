@@ -1,4 +1,4 @@
-// kernel<<<grid, block, shared_bytes>>>(arguments...) on the machine, in clusters of CTAs.
+// Runs kernel<<<grid, block, shared_bytes>>>(arguments...) in clusters of CTAs.
 #pragma once
 
 #include <tuple>
@@ -9,8 +9,8 @@
 
 namespace pagedtree::simt {
 
-// A function that takes launches without clusters instead of the machine, for tests of the compiled kernels. It gets
-// the parameters as they lie for a GPU, and returns 0 if it leaves the launch to the machine.
+// Test hook for compiled kernels: receives launches without clusters, with parameters in GPU layout. Returns 0 to leave
+// the launch to the machine.
 using Executor = int (*)(const void* kernel, const unsigned* grid, const unsigned* block, size_t shared_bytes,
                          const unsigned char* params, size_t param_bytes);
 Executor& executor();

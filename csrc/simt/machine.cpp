@@ -1,3 +1,4 @@
+// Scheduler of the emulated threads, their barriers and cp.async (see machine.h).
 #include "simt/machine.h"
 
 #include <algorithm>
@@ -18,10 +19,10 @@ constexpr bool kSeesRaces = true;
 #else
 constexpr bool kSeesRaces = false;
 #endif
-// ThreadSanitizer handles about 8000 fibers, and gets slow long before that.
+// ThreadSanitizer supports about 8000 fibers, and is slow long before.
 constexpr size_t kMaxWatchedThreads = 2048;
 
-// Runs over 0..total - 1 in the launch's order.
+// Permutation of 0..total - 1 in the launch's order.
 class LaunchOrder {
  public:
   LaunchOrder(const Order& order, uint64_t total, OrderDraws& random) : kind_(order.kind), total_(total) {
@@ -117,7 +118,7 @@ Executor& executor() {
   return instance;
 }
 
-// For tests that load the library a second time.
+// Serves tests that load the library again.
 extern "C" __attribute__((visibility("default"))) void pagedtree_simt_set_executor(Executor chosen) {
   executor() = chosen;
 }
@@ -213,7 +214,7 @@ void Machine::run_cluster(uint3 first) {
   for (size_t rank = 0; rank < blocks_.size(); ++rank) {
     Block& b = blocks_[rank];
     b = {.index = {first.x + static_cast<unsigned>(rank), first.y, first.z}, .num_alive = num_threads_, .barriers = {}};
-    // Exactly the bytes of the launch are allocated, so that AddressSanitizer's red zone begins where they end.
+    // Allocates exactly the launch's bytes, so that AddressSanitizer's red zone follows them.
     if (shared_bytes_ > 0) {
       void* memory = nullptr;
       if (posix_memalign(&memory, 1024, shared_bytes_) != 0) throw std::bad_alloc();
@@ -236,7 +237,7 @@ void Machine::run_cluster(uint3 first) {
     if (error_.empty() && unit != nullptr) error_ = unit->unfinished();
   }
   if (error_.empty()) return;
-  // Threads that are in the middle of the kernel start again from its beginning. Their destructors never run.
+  // Restarts unfinished threads; their destructors never run.
   for (size_t slot = 0; slot < warps_.size() * 32; ++slot) {
     Thread& t = thread(slot);
     t.waits_in = {};
@@ -253,7 +254,7 @@ void Machine::thread_main() {
   Machine& m = machine();
   Thread& thread = *m.self_;
   thread.stack.arrived();
-  for (;;) {  // one CTA after the other
+  for (;;) {  // one iteration per CTA
     acquire(&m.begin_);
     {
       const Unwatched unwatched;
@@ -290,7 +291,6 @@ void Machine::check_exit(const Thread& thread) {
   }
 }
 
-// Lets the unit of a CTA that runs finish a piece of work; returns false if there is none.
 bool Machine::deliver() {
   const size_t count = async_units_.size(), first = count > 1 ? pick(count) : 0;
   for (size_t i = 0; i < count; ++i) {
@@ -335,7 +335,7 @@ void Machine::switch_to(Thread& to) {
   Stack::switch_to(from->stack, to.stack);
 }
 
-// Called when the running thread cannot go on: runs another thread, or the host if there is none or a fault was found.
+// Runs another thread, or the host if there is none or a fault.
 void Machine::suspend() {
   Thread* to;
   Thread* from;
@@ -373,7 +373,7 @@ std::string Machine::who_waits() const {
   return all;
 }
 
-// ---- where threads meet
+// ---- barriers and collectives
 
 Barrier& Machine::named_barrier(unsigned id, unsigned count, const Site& site) {
   if (id >= Block::kNumBarriers) fail(site, "there is no barrier " + std::to_string(id));
@@ -383,8 +383,8 @@ Barrier& Machine::named_barrier(unsigned id, unsigned count, const Site& site) {
   return block().barriers[id];
 }
 
-// At barrier 0, that of __syncthreads, all threads of the CTA meet at one place. At the others some may come by
-// barrier_arrive, elsewhere, and exit.
+// At barrier 0 (__syncthreads) all threads come from one place. At others some may use barrier_arrive elsewhere, and
+// exit.
 unsigned Machine::barrier(unsigned id, unsigned count, const Site& site, unsigned value) {
   const Unwatched unwatched;
   Barrier& b = named_barrier(id, count, site);
@@ -472,10 +472,10 @@ unsigned char* Machine::shared_memory_of(uint32_t rank, const Site& site) {
 
 // ---- cp.async
 
-// For the sanitizers the thread itself reads and writes the bytes; where the machine keeps them meanwhile is hidden.
+// Reads and writes the bytes as the thread itself, for the sanitizers; the buffer is hidden.
 void Machine::copy_async(unsigned char* to, const void* from) {
   AsyncCopy copy{to, {}};
-  if (from != nullptr) std::memcpy(copy.data, from, sizeof(copy.data));  // a bad address is found here
+  if (from != nullptr) std::memcpy(copy.data, from, sizeof(copy.data));  // detects a bad address
   make_undefined(to, sizeof(copy.data));
   const Unwatched unwatched;
   self_->open_copies.push_back(copy);

@@ -7,7 +7,7 @@ namespace pagedtree::ptx::detail {
 void exchange_matrices(MatrixRow** lanes, bool transposed) {
   simt::statistics().ldmatrix += 4;
   for (int i = 0; i < 4; ++i) {
-    int rows_in_column[8] = {};  // 16-byte columns of the 128 bytes that the banks deliver at once
+    int rows_in_column[8] = {};  // 16-byte columns of the 128 bytes per wavefront
     int wavefronts = 0;
     for (int r = 0; r < 8; ++r) {
       wavefronts = std::max(wavefronts, ++rows_in_column[lanes[8 * i + r]->address / 16 % 8]);
@@ -25,7 +25,7 @@ void exchange_matrices(MatrixRow** lanes, bool transposed) {
 
 namespace {
 
-// Adds to lane l's sums d what the products give at their places: 16 rows, 8 columns.
+// Adds the products [16, 8] to lane l's sums d.
 void add_products(int l, float* d, const double (&products)[16][8]) {
   for (int i = 0; i < 4; ++i) {
     const double exact = products[l / 4 + i / 2 * 8][l % 4 * 2 + i % 2] + double{d[i]};

@@ -1,4 +1,4 @@
-// The instructions of cuda/tile/ptx.cuh on the machine.
+// Instructions of cuda/tile/ptx.cuh on the machine.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -27,7 +27,6 @@ inline uint32_t smem_addr(const void* p) {
 
 // ---- cp.async
 
-// Copies 16 bytes; zeros where not valid.
 inline void cp_async_16(uint32_t to, const void* from, bool valid = true, Location at = Location::current()) {
   auto& m = simt::machine();
   if (reinterpret_cast<uintptr_t>(from) % 16 != 0) m.fail({"cp.async", at}, "misaligned global address");
@@ -56,7 +55,7 @@ struct MatrixRow {
   uint32_t out[4];
 };
 
-// Lane 8 i + r gives row r of 8x8 matrix i; lane l gets elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4.
+// Reads row r of 8x8 matrix i from lane 8 i + r; lane l receives elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4.
 void exchange_matrices(MatrixRow** lanes, bool transposed);
 
 template <bool kTransposed>
@@ -88,7 +87,7 @@ struct MmaLane {
   uint32_t b[2];
 };
 
-// d += a b for a 16 x 16, b 16 x 8, with the fragments unpacked: products are exact, each sum is rounded once.
+// Adds a b to d on unpacked fragments, a 16 x 16, b 16 x 8: exact products, each sum rounded once.
 void multiply_fragments(MmaLane** lanes, float (*to_float)(uint16_t));
 
 }  // namespace detail
@@ -109,7 +108,7 @@ struct WordMmaLane {
   float b[2];
 };
 
-// d += a b for a 16 x 8, b 8 x 8, likewise.
+// Multiplies a 16 x 8, b 8 x 8 likewise.
 void multiply_word_fragments(WordMmaLane** lanes);
 
 }  // namespace detail
@@ -121,37 +120,36 @@ inline void mma_m16n8k8(float (&d)[4], const float (&a)[4], float b0, float b1, 
 
 // ---- e4m3
 
-// Two e4m3 codes, in the low 16 bits, as two halves.
+// Converts two e4m3 codes in the low 16 bits to two halves.
 inline uint32_t half2_from_e4m3(uint32_t codes) {
   const auto half = [](uint32_t code) {
     const uint32_t sign = (code & 0x80u) << 8, magnitude = code & 0x7fu;
     if (magnitude == 0x7fu) return 0x7fffu;  // NaN
     const uint32_t bits = __builtin_bit_cast(uint32_t, static_cast<float>(magnitude & 7u) * 0x1p-9f);
     if (magnitude >= 8) return sign | ((magnitude << 7) + ((15u - 7u) << 10));
-    return magnitude == 0 ? sign : sign | ((bits - ((127u - 15u) << 23)) >> 13);  // half has them as normal numbers
+    return magnitude == 0 ? sign : sign | ((bits - ((127u - 15u) << 23)) >> 13);  // normal numbers in half
   };
   return half(codes & 0xffu) | half(codes >> 8 & 0xffu) << 16;
 }
 
-// The nearest e4m3 codes of two numbers, ties to even, at most 448 in magnitude; NaN is 0x7f.
+// Rounds two numbers to nearest even, saturates at 448; NaN becomes 0x7f.
 inline uint32_t e4m3_from_floats(float low, float high) {
   const auto code = [](float value) -> uint32_t {
     const uint32_t sign = std::signbit(value) ? 0x80u : 0u;
     const float magnitude = std::fabs(value);
     if (std::isnan(value)) return 0x7fu;
     if (magnitude >= 448.0f) return sign | 0x7eu;
-    // Steps between codes: 2^-9 up to 2^-6, else 1/8 of the power of two below.
+    // Spacing: 2^-9 up to 2^-6, else 1/8 of the power of two below.
     const int exponent = magnitude < 0x1p-6f ? -6 : std::ilogb(magnitude);
     const auto steps = static_cast<uint32_t>(std::nearbyint(std::ldexp(double{magnitude}, 3 - exponent)));
-    return sign | (static_cast<uint32_t>(exponent + 6) * 8u + steps);  // a carry runs into the exponent
+    return sign | (static_cast<uint32_t>(exponent + 6) * 8u + steps);  // a carry enters the exponent
   };
   return code(low) | code(high) << 8;
 }
 
 // ---- maxima
 
-// The larger of the numbers at each place of two registers: one float, or two of half or bfloat16. NaN wins; +0 is
-// above -0.
+// Returns maxima of one float, or of two halves or bfloat16. NaN wins; +0 exceeds -0.
 template <typename T>
 uint32_t max_nan(uint32_t a, uint32_t b) {
   constexpr uint32_t kBits = 8 * sizeof(T), kNumber = kBits == 32 ? ~0u : 0xffffu;
@@ -160,7 +158,7 @@ uint32_t max_nan(uint32_t a, uint32_t b) {
   uint32_t d = 0;
   for (uint32_t shift = 0; shift < 32; shift += kBits) {
     const uint32_t x = a >> shift & kNumber, y = b >> shift & kNumber;
-    const auto rank = [&](uint32_t number) {  // an integer in the order of the numbers
+    const auto rank = [&](uint32_t number) {  // integer in numeric order
       return number & kSign ? int64_t{-1} - (number & ~kSign) : int64_t{number};
     };
     const auto is_nan = [&](uint32_t number) { return (number & ~kSign) > kInfinity; };
@@ -170,7 +168,7 @@ uint32_t max_nan(uint32_t a, uint32_t b) {
   return d;
 }
 
-// ---- launches: here each ends before the next begins
+// ---- launches are serial here
 
 inline void let_next_kernel_start() {}
 inline void wait_for_kernels_before() {}
@@ -194,7 +192,7 @@ T* of_cta(T* shared, uint32_t rank, Location at = Location::current()) {
 
 // ---- others
 
-// As atomicAdd, with release and acquire for the whole GPU.
+// Releases and acquires for the whole GPU.
 inline unsigned fetch_add(unsigned* word, unsigned value) { return atomicAdd(word, value); }
 inline unsigned load_acquire(const unsigned* word) { return std::atomic_ref(*const_cast<unsigned*>(word)).load(); }
 

@@ -1,3 +1,4 @@
+// Hopper's asynchronous units: mbarriers, TMA and bulk copies, st.async, wgmma (see ptx_sm90_simt.h).
 #include "simt/ptx_sm90_simt.h"
 
 #include <algorithm>
@@ -9,17 +10,17 @@ namespace {
 constexpr uint32_t kSwizzleBytes = 128;
 constexpr const char* kTooManyArrivals = "more arrivals than the mbarrier was initialised for";
 
-// The swizzle of a shared address: the 16-byte column within 128 bytes is xored with the row of 128 bytes.
+// Xors the 16-byte column within 128 bytes with the row.
 uint32_t swizzled(uint32_t address) { return address ^ (address >> 3 & 0x70); }
 
-// What tests/kernels/test_panels.py looks at: one instruction of one thread.
+// One instruction of one thread, for tests/kernels/test_panels.py.
 struct Traced {
   enum Kind : uint64_t { kWgmma, kCommit, kTma, kCopy };
   uint64_t kind, thread;
   uint64_t numbers[4];
 };
 
-std::vector<Traced>* trace = nullptr;  // none: nobody looks
+std::vector<Traced>* trace = nullptr;  // null: not tracing
 
 void note(Traced::Kind kind, std::initializer_list<uint64_t> numbers) {
   if (trace == nullptr) return;
@@ -27,12 +28,11 @@ void note(Traced::Kind kind, std::initializer_list<uint64_t> numbers) {
   std::copy(numbers.begin(), numbers.end(), trace->back().numbers);
 }
 
-// Of a warpgroup, which works as one, the first thread's.
+// Records a warpgroup, which acts as one, by its first thread.
 void note_of_group(Traced::Kind kind, std::initializer_list<uint64_t> numbers) {
   if (simt::machine().self().id % 128 == 0) note(kind, numbers);
 }
 
-// Where an element of an operand lies in shared memory.
 uint32_t element_address(uint64_t descriptor, int outer, int k, bool outer_major) {
   const auto field = [&](int shift) { return static_cast<uint32_t>(descriptor >> shift & 0x3fff) << 4; };
   const uint32_t start = field(0), leading = field(16), stride = field(32);
@@ -53,10 +53,9 @@ float b_element(const Wgmma& w, int column, int k) {
   return w.to_float(bits);
 }
 
-// The first of the 16 rows of the running thread's warp.
 int first_row() { return static_cast<int>(simt::machine().self().id / 32 % 4) * 16; }
 
-// Each thread checks a share of what its warp reads, by the chunks of 16 bytes, which are 8 neighbours.
+// Threads share the check of a warp's operands, in chunks of 16 bytes (8 elements).
 void check_operands_are_fenced(const Wgmma& w) {
   const HopperUnit& unit = hopper();
   for (int i = static_cast<int>(simt::machine().lane()); i < w.columns * 2; i += 32) {
@@ -69,7 +68,7 @@ void check_operands_are_fenced(const Wgmma& w) {
   unit.check_is_fenced(element_address(w.a, first_row() + i / 2, i % 2 * 8, false), w.site);
 }
 
-// ThreadSanitizer sees each thread read a share of the operands; the multiplication itself is unwatched.
+// Shows ThreadSanitizer each thread's share of the operands; the multiplication is unwatched.
 void touch_operands([[maybe_unused]] const Wgmma& w) {
 #if defined(__SANITIZE_THREAD__)
   const int lane = static_cast<int>(simt::machine().lane());
@@ -79,7 +78,7 @@ void touch_operands([[maybe_unused]] const Wgmma& w) {
 #endif
 }
 
-// A warp's 16 of the 64 rows.
+// Computes a warp's 16 of the 64 rows.
 void multiply(const Wgmma& w) {
   touch_operands(w);
   struct Lane {
@@ -119,7 +118,7 @@ HopperUnit::HopperUnit(unsigned num_threads)
     : async_view((simt::machine().shared_bytes() + 15) / 16 * 16),
       wgmma(num_threads),
       shared_(simt::machine().shared_memory()) {
-  simt::make_undefined(async_view.data(), async_view.size());  // as shared memory is where nothing has been written
+  simt::make_undefined(async_view.data(), async_view.size());  // like unwritten shared memory
 #if defined(__SANITIZE_THREAD__)
   context_ = __tsan_create_fiber(0);
 #endif
@@ -343,7 +342,7 @@ extern "C" __attribute__((visibility("default"))) void pagedtree_simt_refuse_map
   pagedtree::simt::options().refuses_maps = refused != 0;
 }
 
-// Begins to write down what Hopper's kernels do, or ends it and forgets it.
+// Starts a trace of Hopper instructions, or ends and clears it.
 extern "C" __attribute__((visibility("default"))) void pagedtree_simt_trace(int wanted) {
   using namespace pagedtree::ptx::detail;
   static std::vector<Traced> traced;
@@ -351,7 +350,7 @@ extern "C" __attribute__((visibility("default"))) void pagedtree_simt_trace(int 
   trace = wanted != 0 ? &traced : nullptr;
 }
 
-// What has been written down: words of 8 bytes, six for each instruction.
+// Returns the trace: six 8-byte words per instruction.
 extern "C" __attribute__((visibility("default"))) size_t pagedtree_simt_traced(const void** words) {
   using namespace pagedtree::ptx::detail;
   *words = trace->data();

@@ -1,6 +1,5 @@
-// The instructions of cuda/tile/ptx_sm90.cuh on the machine. TMA, bulk copies and told values are delivered only when
-// no thread can go on; wgmma reads its operands and writes its results only at the wait. So a kernel that does not wait
-// sees no results.
+// Instructions of cuda/tile/ptx_sm90.cuh on the machine. TMA, bulk copies and st.async arrive only when no thread can
+// run; wgmma reads operands and writes results only at the wait. A kernel that does not wait sees no results.
 #pragma once
 
 #include <array>
@@ -10,19 +9,18 @@
 
 namespace pagedtree::ptx {
 
-// The arguments of cuTensorMapEncodeTiled with the 128-byte swizzle, of the size and alignment that maps have on a GPU.
+// Arguments of cuTensorMapEncodeTiled with the 128-byte swizzle, in the size and alignment of a GPU's map.
 struct alignas(128) TensorMap {
   const void* base;
   uint32_t element_bytes;
-  uint64_t sizes[5];    // the innermost first
-  uint64_t strides[4];  // in bytes, of all but the innermost
+  uint64_t sizes[5];    // innermost first
+  uint64_t strides[4];  // bytes, without the innermost
   uint32_t box[5];
 };
 static_assert(sizeof(TensorMap) == 128);
 
 namespace detail {
 
-// One wgmma of one thread.
 struct Wgmma {
   float (*d)[4];
   int columns;
@@ -44,17 +42,17 @@ class HopperUnit : public simt::AsyncUnit {
 
   struct MBarrier {
     uint32_t count, pending;
-    int64_t bytes = 0;  // expected and not delivered yet
+    int64_t bytes = 0;  // expected, not yet delivered
     uint32_t phase = 0;
     std::vector<unsigned> waiting;
   };
-  // Bytes on their way: TMA's swizzled, a bulk copy's, or a value told, which the generic proxy writes.
+  // Bytes in flight: swizzled by TMA, of a bulk copy, or of st.async, which the generic proxy writes.
   struct Transfer {
     enum Kind { kTma, kBulk, kTold } kind;
     uint32_t to, barrier;
     std::vector<unsigned char> data;
   };
-  // A thread's arrival at a barrier, when the copies have arrived.
+  // A thread's arrival at a barrier after its copies.
   struct Arrival {
     uint32_t barrier;
     std::vector<simt::AsyncCopy> copies;
@@ -67,15 +65,12 @@ class HopperUnit : public simt::AsyncUnit {
   MBarrier& barrier_at(uint32_t address, const simt::Site& site);
   void end_phase_if_complete(MBarrier& barrier);
 
-  // The generic proxy (ordinary stores, cp.async) and the async proxy (TMA, wgmma) see shared memory each in its own
-  // way. `async_view` is what the async proxy sees: TMA writes there too, and a fence brings it up to date. A 16-byte
-  // chunk that differs from shared memory was written by the generic proxy and not fenced since; wgmma must not read
-  // it, which is checked where it is issued.
-  //   This must see every missing fence: a kernel in which no thread fences between a write and the wgmma fails in
-  // every order of execution. It must not see writes that a fence follows, nor any by TMA.
-  //   It does not see: a fence of a thread that knows nothing of the write, which counts for all writes before it in
-  // the order of the run; bytes written again with the value that they had; writes by the generic proxy between the
-  // issue of a wgmma and its end, or under TMA loads, which are races.
+  // The generic proxy (stores, cp.async) and the async proxy (TMA, wgmma) have separate views of shared memory.
+  // `async_view` is the async proxy's: TMA writes there too, and a fence updates it. A 16-byte chunk that differs from
+  // shared memory is an unfenced generic write; wgmma must not read it, which is checked at issue.
+  // Must detect, in every order of execution: no thread fences between a write and the wgmma. Must accept: fenced
+  // writes, TMA writes. Cannot detect: a fence by a thread unrelated to the write; rewrites of equal bytes; generic
+  // writes between issue and end of a wgmma, or under TMA loads, which are races.
   void fence_proxy();
   void check_is_fenced(uint32_t address, const simt::Site& site) const;
   std::vector<unsigned char> async_view;
@@ -83,11 +78,11 @@ class HopperUnit : public simt::AsyncUnit {
   std::map<uint32_t, MBarrier> barriers;
   std::vector<Transfer> transfers;
   std::vector<Arrival> arrivals;
-  std::vector<ThreadGroups> wgmma;  // by thread
+  std::vector<ThreadGroups> wgmma;  // per thread
 
  private:
-  unsigned char* const shared_;  // memory of the CTA
-  void* context_ = nullptr;      // the unit is one more thread to ThreadSanitizer
+  unsigned char* const shared_;  // of the CTA
+  void* context_ = nullptr;      // a separate thread for ThreadSanitizer
 };
 
 inline HopperUnit& hopper() { return simt::machine().async_unit<HopperUnit>(); }
@@ -110,15 +105,15 @@ inline void mbar_init(uint64_t* bar, uint32_t count) {
   const simt::Unwatched unwatched;
   detail::hopper().barriers[smem_addr(bar)] = {.count = count, .pending = count, .waiting = {}};
 }
-inline void fence_mbar_init() { detail::hopper().fence_proxy(); }  // it fences the proxies too
+inline void fence_mbar_init() { detail::hopper().fence_proxy(); }  // also fences the proxies
 inline void mbar_arrive(uint64_t* bar, Location at = Location::current()) {
   detail::mbar_arrive(bar, 0, {"mbarrier.arrive", at});
 }
 inline void mbar_arrive_expect(uint64_t* bar, uint32_t bytes, Location at = Location::current()) {
   detail::mbar_arrive(bar, bytes, {"mbarrier.arrive.expect_tx", at});
 }
-// The thread's cp_async_wait does not wait for the copies that it has not committed before. On a GPU the arrival waits
-// for those that it has committed, too: nobody may rely on that.
+// Moves uncommitted copies to the barrier, so cp_async_wait does not wait for them. On a GPU the arrival also waits for
+// committed copies; do not rely on that.
 inline void cp_async_mbar_arrive(uint64_t* bar, Location at = Location::current()) {
   detail::cp_async_mbar_arrive(bar, {"cp.async.mbarrier.arrive", at});
 }

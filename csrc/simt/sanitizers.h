@@ -1,4 +1,4 @@
-// What the sanitizers must know about fibers, and how memory becomes undefined again.
+// Hooks for the sanitizers.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ void AnnotateIgnoreWritesEnd(const char* file, int line);
 
 namespace pagedtree::simt {
 
-// While an object lives, ThreadSanitizer does not watch this fiber: the machine's own state is not part of the kernel.
+// Hides the machine's state, which is not the kernel's, from ThreadSanitizer during its lifetime.
 struct Unwatched {
 #if defined(__SANITIZE_THREAD__)
   Unwatched() {
@@ -36,7 +36,7 @@ struct Unwatched {
   Unwatched(const Unwatched&) = delete;
 };
 
-// Happens-before edges for ThreadSanitizer; a switch between fibers orders nothing.
+// Happens-before edges for ThreadSanitizer; a fiber switch orders nothing.
 inline void release([[maybe_unused]] void* object) {
 #if defined(__SANITIZE_THREAD__)
   __tsan_release(object);
@@ -48,7 +48,7 @@ inline void acquire([[maybe_unused]] void* object) {
 #endif
 }
 
-// Bytes that are NaN in every floating-point format. No memset: GCC expands it behind ThreadSanitizer's back.
+// Fills with NaN of every floating-point format. No memset: GCC would expand it unseen by ThreadSanitizer.
 inline void make_undefined(unsigned char* data, size_t bytes) {
   for (size_t i = 0; i + 4 <= bytes; i += 4) *reinterpret_cast<uint32_t*>(data + i) = ~0u;
   for (size_t i = bytes & ~size_t{3}; i < bytes; ++i) data[i] = 0xff;

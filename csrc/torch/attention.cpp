@@ -24,7 +24,7 @@ std::string alternatives(const std::vector<int64_t>& sizes) {
   return text;
 }
 
-// `k_name` and `v_name` name the arguments that have the sizes.
+// Checks sizes of the arguments `k_name` and `v_name`.
 void check_head_dims(const Check& check, int64_t k, int64_t v, const char* k_name, const char* v_name) {
   const auto fits = [&](const HeadDims& dims) { return dims.k == k && dims.v == v; };
   if (std::any_of(std::begin(kHeadDims), std::end(kHeadDims), fits)) return;
@@ -51,7 +51,7 @@ void check_cache(const Check& check, const Tensor& q, const Tensor& t, int64_t h
               [&](int64_t heads) { return heads >= 1 && q.size(1) % heads == 0; });
 }
 
-// The cache's addresses and strides must be multiples of this many bytes.
+// Requires addresses and strides that are multiples of `bytes`.
 void check_alignment(const Check& check, int64_t bytes, const Tensor& t, const char* name) {
   if (bytes == 1 || t.numel() == 0) return;
   bool aligned = reinterpret_cast<uintptr_t>(t.const_data_ptr()) % static_cast<uintptr_t>(bytes) == 0;
@@ -63,7 +63,7 @@ void check_alignment(const Check& check, int64_t bytes, const Tensor& t, const c
              "strides " + Check::text(t.strides()) + " of " + std::to_string(t.element_size()) + " bytes");
 }
 
-// A scale of an fp8 cache: one for all heads, or one per head. Returns the stride between heads.
+// Checks a scale of an fp8 cache, one for all heads or one per head. Returns its stride.
 int64_t check_scale(const Check& check, const OptionalTensor& scale, const Tensor& cache, const char* name) {
   if (!scale.has_value()) return 0;
   check.that(cache.scalar_type() == ScalarType::Float8_e4m3fn, name, "None for a cache that is not torch.float8_e4m3fn",
@@ -82,7 +82,7 @@ int64_t check_scale(const Check& check, const OptionalTensor& scale, const Tenso
 constexpr int64_t kMostSegmentBytes = int64_t{1} << 30;
 constexpr float kDefaultScale = std::numeric_limits<float>::quiet_NaN();  // until the head size is known
 
-// What a call says of its step, which is the same in all layers of the same kind: references, or kept tensors.
+// Arguments of a step, common to layers of a kind: references, or kept tensors.
 template <typename Given, typename Optional>
 struct StepOf {
   Given page_table, seq_lens, cu_seqlens_q;
@@ -95,13 +95,12 @@ struct StepOf {
 };
 using StepArguments = StepOf<const Tensor&, const OptionalTensor&>;
 
-// And of its layer.
 struct LayerArguments {
   const Tensor &q, &k_cache, &v_cache;
   const OptionalTensor &sinks, &k_scale, &v_scale;
 };
 
-// Checks all that the shape of the output depends on.
+// Checks everything that determines the output's shape.
 void check_queries(const Check& check, const Tensor& q, const Tensor& v_cache) {
   check.tensor(q, "q", {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16}, {"T", "Hq", "D"},
                Strides::kLastContiguous);
@@ -116,14 +115,14 @@ Tensor empty_output(const Tensor& q, const Tensor& v_cache) {
   return empty_on(q, {q.size(0), q.size(1), v_cache.size(3)}, q.scalar_type());
 }
 
-// Whether V is the first columns of K.
+// Returns true if V is the first columns of K.
 bool is_latent(const Tensor& k_cache, const Tensor& v_cache) {
   return k_cache.size(2) == 1 && v_cache.size(3) <= k_cache.size(3) &&
          k_cache.const_data_ptr() == v_cache.const_data_ptr() && k_cache.stride(0) == v_cache.stride(0) &&
          k_cache.stride(1) == v_cache.stride(1);
 }
 
-// The params that are the step's. num_tokens: those of the queries, if they are known already; the mask's otherwise.
+// Returns the step's params. num_tokens: the number of queries if known, else the mask's.
 TreeAttentionParams step_params(const Check& check, const StepArguments& a, int64_t num_tokens) {
   TreeAttentionParams p{};
   p.batch = check.offsets(a.cu_seqlens_q, "cu_seqlens_q", p.cu_seqlens_q);
@@ -163,7 +162,7 @@ TreeAttentionParams step_params(const Check& check, const StepArguments& a, int6
   return p;
 }
 
-// Adds those of the layer, whose queries have been checked.
+// Adds a layer's params; its queries are checked.
 void add_layer(const Check& check, const Backend& backend, const LayerArguments& a, TreeAttentionParams& p) {
   const int64_t num_tokens = a.q.size(0), num_heads = a.q.size(1), head_dim = a.q.size(2);
   const int64_t head_dim_v = a.v_cache.size(3);
@@ -208,7 +207,7 @@ void add_layer(const Check& check, const Backend& backend, const LayerArguments&
   if (std::isnan(p.scale)) p.scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(head_dim)));
 }
 
-// PAGEDTREE_CHECK: offsets, lengths, page ids and the mask's width, on the host.
+// Checks offsets, lengths, page ids and mask width under PAGEDTREE_CHECK.
 void check_values(const Check& check, const StepArguments& a, const TreeAttentionParams& p) {
   const auto offsets = host_values<int32_t>(a.cu_seqlens_q), seq_lens = host_values<int32_t>(a.seq_lens);
   const auto table = host_values<int32_t>(a.page_table);
@@ -220,7 +219,7 @@ void check_values(const Check& check, const StepArguments& a, const TreeAttentio
   for (int64_t b = 0; b < p.batch; ++b) {
     const int32_t n = offsets[b + 1] - offsets[b];
     const int32_t tree_len = tree_lens.empty() ? n : tree_lens[b];
-    // Without a tree, the queries need not be among the keys.
+    // Without a tree, queries need not be among the keys.
     const int32_t least = p.tree_mask != nullptr && tree_len == 0 ? 0 : n;
     check.that(seq_lens[b] >= least, at("seq_lens", b),
                "at least " + std::to_string(least) + ", the sequence's rows in cu_seqlens_q, which count as keys",
@@ -247,7 +246,6 @@ void check_values(const Check& check, const StepArguments& a, const TreeAttentio
   }
 }
 
-// The params of a plan for this call.
 AttentionPlanParams plan_params(const TreeAttentionParams& p, const Tensor& plan) {
   AttentionPlanParams params{};
   params.seq_lens = p.seq_lens;
@@ -268,12 +266,12 @@ AttentionPlanParams plan_params(const TreeAttentionParams& p, const Tensor& plan
   return params;
 }
 
-// Runs a call whose params lack only the outputs; p.plan may be null.
+// Runs a call that lacks only its outputs; p.plan may be null.
 void run_attention(const Check& check, const Backend& backend, TreeAttentionParams& p, const Tensor& q,
                    const Tensor& v_cache, Tensor& out) {
   check.tensor(out, "out", {q.scalar_type()}, {{"T", q.size(0)}, {"Hq", q.size(1)}, {"Dv", v_cache.size(3)}},
                Strides::kLastContiguous);
-  // The most segments whose scratch is allowed, or one, which needs none.
+  // The maximum number of segments by scratch, or one, which needs none.
   const int64_t most = max_of<int64_t>(kMostSegmentBytes / max_of<int64_t>(segment_bytes(p), 1), 1);
   if (segments_of(p) > most) {
     const int64_t least = ceil_div(ceil_div(max_seq_len_of(p), most), int64_t{kKvTile}) * kKvTile;
@@ -294,7 +292,7 @@ void run_attention(const Check& check, const Backend& backend, TreeAttentionPara
   backend.tree_attention(p, ctx);
 }
 
-// A call whose queries and step have been checked; p: the step's params.
+// Runs a call with checked queries and step; p: the step's params.
 void attend(const Check& check, const StepArguments& step, TreeAttentionParams p, const LayerArguments& layer,
             Tensor& out, const OptionalTensor& lse) {
   const Backend& backend = backend_for(layer.q);
@@ -308,7 +306,7 @@ void attend(const Check& check, const StepArguments& step, TreeAttentionParams p
   run_attention(check, backend, p, layer.q, layer.v_cache, out);
 }
 
-// What the three overloads of tree_attention have in common.
+// Common to the three overloads of tree_attention.
 #define PT_ATTENTION_PARAMETERS                                                                                    \
   const Tensor &q, const Tensor &k_cache, const Tensor &v_cache, const Tensor &page_table, const Tensor &seq_lens, \
       const Tensor &cu_seqlens_q, const OptionalTensor &tree_mask, const OptionalTensor &tree_lens,                \
@@ -324,11 +322,11 @@ void tree_attention_out(PT_ATTENTION_PARAMETERS, Tensor out, OptionalTensor lse)
   attend(check, step, step_params(check, step, q.size(0)), {q, k_cache, v_cache, sinks, k_scale, v_scale}, out, lse);
 }
 
-// What `_prepare_attention` keeps for `_attend`.
+// State from `_prepare_attention` for `_attend`.
 struct PreparedStep : Prepared {
   StepOf<Tensor, OptionalTensor> step;
-  TreeAttentionParams params;  // for the tensors as they were
-  KeptTensors<false> tensors;  // all of the step's but the plan
+  TreeAttentionParams params;  // for the tensors at that time
+  KeptTensors<false> tensors;  // of the step, without the plan
   KeptTensors<true> plan;
 
   PreparedStep(const StepArguments& a, const TreeAttentionParams& p)

@@ -1,4 +1,4 @@
-// How a host function becomes what the dispatcher calls: TORCH_BOX, and strings that are freed.
+// Adapts host functions to the dispatcher: TORCH_BOX with strings that are freed.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -10,8 +10,8 @@
 
 namespace pagedtree::ops {
 
-// The text of a str argument, whose handle belongs to the callee. Torch's own conversion to std::string frees the
-// handle, too, but never the copy that it makes.
+// Returns the text of a str argument, whose handle the callee owns. Torch's conversion to std::string frees the handle,
+// but never the copy that it makes.
 inline std::string take_string(StringHandle handle) {
   size_t length = 0;
   const char* data = nullptr;
@@ -23,7 +23,7 @@ inline std::string take_string(StringHandle handle) {
   return text;
 }
 
-// What Torch shall unpack a parameter as, and how the host function gets it.
+// The type as which Torch unpacks a parameter, and its conversion for the host function.
 template <typename Parameter>
 struct Unboxed {
   using Type = Parameter;

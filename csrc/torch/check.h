@@ -1,5 +1,5 @@
-// Argument checks of the torch layer. A refusal names the op, the argument, what was expected and what came, before
-// anything is written; Python turns it into ValueError.
+// Argument checks. A failed check names op, argument, expectation and value before anything is written; Python raises
+// ValueError.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -28,7 +28,6 @@ enum class Strides { kContiguous, kLastContiguous, kAny };
 
 constexpr int64_t kAnySize = -1;
 
-// A dimension of an expected shape.
 struct Axis {
   int64_t size;
   const char* name;
@@ -36,7 +35,7 @@ struct Axis {
   Axis(const char* of_name, int64_t of_size = kAnySize) : size(of_size), name(of_name) {}  // NOLINT: implicit
 };
 
-// As Python writes it.
+// Returns the name in Python.
 inline std::string dtype_text(ScalarType dtype) {
   using enum ScalarType;
   static constexpr std::pair<ScalarType, const char*> kNames[] = {{Float, "float32"},
@@ -56,12 +55,11 @@ inline std::string dtype_text(ScalarType dtype) {
   return "torch." + text;
 }
 
-// The 64-bit words that a struct is made of; 0 where it is not made of whole ones.
+// 0 if a struct is not whole 64-bit words.
 template <typename T>
 constexpr int64_t kWordsOf = sizeof(T) % sizeof(int64_t) == 0 ? sizeof(T) / sizeof(int64_t) : 0;
 
-// The dtype of a tensor that kernels see as elements of T: structs are int64 words, and bools are read as bytes,
-// which may hold more than 0 and 1.
+// Structs are int64 words; bools are read as bytes, which may hold more than 0 and 1.
 template <typename T>
 constexpr ScalarType dtype_of() {
   if constexpr (std::is_same_v<T, float>) return ScalarType::Float;
@@ -81,14 +79,12 @@ T* mutable_pointer(const Tensor& t) {
   return static_cast<T*>(t.mutable_data_ptr());
 }
 
-// Strides of the first two dimensions, in elements.
 inline void set_strides(const Tensor& t, int64_t& first, int64_t& second) {
   first = t.stride(0);
   second = t.stride(1);
 }
 
-// For pointers whose null means "not given": a tensor without elements has no memory and gets an address that nobody
-// reads.
+// For pointers whose null means "not given": a tensor without elements gets an address that is never read.
 template <typename T>
 const T* given_pointer(const Tensor& t) {
   static constexpr T kNoElements[1]{};
@@ -100,7 +96,7 @@ const T* optional_pointer(const OptionalTensor& t) {
   return t.has_value() ? given_pointer<T>(*t) : nullptr;
 }
 
-// PAGEDTREE_CHECK=1: values in tensors are checked too, which synchronises. Read at each call.
+// Checks of values synchronise. Read at each call.
 inline bool value_checks_enabled() {
   const char* flag = std::getenv("PAGEDTREE_CHECK");
   return flag != nullptr && *flag != '\0' && std::string(flag) != "0";
@@ -108,7 +104,7 @@ inline bool value_checks_enabled() {
 
 class Check {
  public:
-  // Every tensor of the call must live where `anchor` lives.
+  // All tensors of the call must be on `anchor`'s device.
   Check(const char* op, const Tensor& anchor) : op_(op), device_(device_of(anchor)) {}
 
   template <typename Got>
@@ -123,7 +119,7 @@ class Check {
     if (!condition) fail(name, expected, got);
   }
 
-  // Refuses a value that is not in low..high; returns it as params have it.
+  // Returns the value as params have it.
   int32_t in(int64_t value, std::string_view name, int64_t low, int64_t high) const {
     if (value < low || value > high) fail(name, "in " + std::to_string(low) + ".." + std::to_string(high), value);
     return static_cast<int32_t>(value);
@@ -148,7 +144,7 @@ class Check {
     memory(t, name);
   }
 
-  // Checks a tensor of T and returns its elements; null for an optional one that is not given.
+  // Returns the elements, null if an optional tensor is not given.
   template <typename T>
   const T* read(const Tensor& t, std::string_view name, std::initializer_list<Axis> shape,
                 Strides strides = Strides::kContiguous) const {
@@ -162,7 +158,7 @@ class Check {
     return optional_pointer<T>(t);
   }
 
-  // The heads of a cache [pages, page_size, Hkv, D].
+  // Checks a cache [pages, page_size, Hkv, D].
   template <typename Fits>
   void heads(const Tensor& cache, std::string_view name, const std::string& expected, const Fits& fits) const {
     if (cache.dim() != 4 || fits(cache.size(2))) return;
@@ -171,9 +167,8 @@ class Check {
          text(cache.sizes()) + (turned ? "; of a cache [pages, Hkv, page_size, D] pass cache.transpose(1, 2)" : ""));
   }
 
-  // Elements that can be read. A storage may have been freed since, as by resize_(0). One that begins anywhere (a
-  // buffer that is read from a file, say) may lie between two elements, where neither the compiler's loads nor the
-  // GPU's may read.
+  // Rejects storage that was freed (resize_(0)), or begins at a misaligned address (a buffer from a file), which
+  // neither compiler nor GPU may load from.
   void memory(const Tensor& t, std::string_view name) const {
     int64_t stored = 0;
     if (aoti_torch_get_storage_size(t.get(), &stored) == AOTI_TORCH_SUCCESS && stored == 0 && t.numel() > 0) {
@@ -188,7 +183,7 @@ class Check {
 
   void dtype(const Tensor& t, std::string_view name, std::initializer_list<ScalarType> dtypes) const {
     if (!t.defined()) fail(name, "a Tensor", "None");
-    // A dtype becomes Torch's number faster than the number becomes a dtype.
+    // A dtype converts faster to Torch's number than the number to a dtype.
     using torch::stable::detail::from, torch::stable::detail::to;
     int32_t number = 0;
     const bool known = aoti_torch_get_dtype(t.get(), &number) == AOTI_TORCH_SUCCESS;
@@ -204,13 +199,13 @@ class Check {
     if (device_of(t) != device_) fail(name, "on the device of the other arguments", "another device");
   }
 
-  // One value for each of the batch's sequences, or one for all; called after tensor().
+  // Requires one value per sequence, or one for all. Call after tensor().
   void one_or(int64_t batch, const Tensor& t, std::string_view name) const {
     if (t.size(0) == 1 || t.size(0) == batch) return;
     fail(name, "of shape [1] or [" + std::to_string(batch) + "]", text(t.sizes()));
   }
 
-  // int32 offsets [B + 1] of a ragged batch, whose elements are written to `place`; returns B.
+  // Checks int32 [B + 1], with the pointer in `place`. Returns B.
   int64_t offsets(const Tensor& t, std::string_view name, const int32_t*& place) const {
     place = read<int32_t>(t, name, {"B + 1"});
     that(t.size(0) >= 1, name, "of shape [B + 1]", text(t.sizes()));
@@ -235,8 +230,8 @@ class Check {
   }
 
  private:
-  // A stream would write numbers by the facets of its locale. A process that has two C++ libraries, as with a
-  // statically linked one here and torch's, may mix them up and end there.
+  // Streams use their locale's facets, which two C++ libraries in a process (a static one here, Torch's) may mix up and
+  // crash.
   template <typename Got>
   static std::string text_of(const Got& got) {
     if constexpr (std::is_floating_point_v<Got>) {
@@ -250,7 +245,7 @@ class Check {
     }
   }
 
-  // None passes for an undefined tensor in the stable ABI; tensor() refuses it by name.
+  // Allows None, an undefined tensor in the stable ABI; tensor() rejects it by name.
   static std::pair<int32_t, int32_t> device_of(const Tensor& t) {
     std::pair<int32_t, int32_t> device{};
     if (t.defined()) {
@@ -261,7 +256,7 @@ class Check {
   }
 
   const char* op_;
-  std::pair<int32_t, int32_t> device_;  // Torch's numbers of its type and index
+  std::pair<int32_t, int32_t> device_;  // type and index in Torch's numbers
 };
 
 inline DType core_dtype(const Tensor& t) {
@@ -277,13 +272,13 @@ inline DType core_dtype(const Tensor& t) {
   }
 }
 
-// int32 or int64 [size].
+// Checks int32 or int64 [size].
 inline Integers integers(const Check& check, const Tensor& t, std::string_view name, Axis size) {
   check.tensor(t, name, {ScalarType::Int, ScalarType::Long}, {size});
   return {given_pointer<int64_t>(t), t.scalar_type() == ScalarType::Long};
 }
 
-// int32 [batch, max_pages].
+// Checks int32 [batch, max_pages].
 inline PageTable page_table_of(const Check& check, const Tensor& t, int64_t batch, int64_t page_size) {
   const auto* pages = check.read<int32_t>(t, "page_table", {{"B", batch}, "max_pages"}, Strides::kLastContiguous);
   return {pages, t.stride(0), t.size(1), page_size};

@@ -20,7 +20,7 @@ struct Loaded {
   std::string error;
 };
 
-// Loads a backend from its own library, which lies beside the one that contains this function.
+// Loads a backend's library from the directory of this one.
 Loaded load_backend(const std::string& file) {
   Dl_info here{};
   dladdr(reinterpret_cast<const void*>(&load_backend), &here);
@@ -35,7 +35,7 @@ Loaded load_backend(const std::string& file) {
   return {table(), ""};
 }
 
-// Torch's CPU builds lack this function of the stable ABI, so it is looked up when it is needed.
+// Looked up when needed, because Torch's CPU builds lack this function of the stable ABI.
 using CurrentCudaStream = AOTITorchError (*)(int32_t device_index, void** stream);
 CurrentCudaStream current_cuda_stream() {
   static const auto function = [] {
@@ -66,7 +66,7 @@ const std::vector<const Backend*>& host_backends() {
   return found;
 }
 
-// The backend of ops on CPU tensors; null if a test refuses them.
+// Returns the backend of ops on CPU tensors; null if a test forbids them.
 std::atomic<const Backend*>& host_backend() {
   static std::atomic<const Backend*> chosen{&cpu::backend()};
   return chosen;
@@ -106,8 +106,8 @@ CallContext context_for(const Tensor& anchor) {
   return ctx;
 }
 
-// By the function that Torch's compiled models call: the dispatcher, by which torch::stable::empty goes, takes the host
-// several times as long.
+// Uses the function of Torch's compiled models: the dispatcher, behind torch::stable::empty, takes several times as
+// long.
 Tensor empty_on(const Tensor& anchor, std::initializer_list<int64_t> shape, ScalarType dtype) {
   std::vector<int64_t> strides(shape.size());
   int64_t elements = 1;
@@ -125,20 +125,20 @@ Tensor empty_on(const Tensor& anchor, std::initializer_list<int64_t> shape, Scal
                                &made) == AOTI_TORCH_SUCCESS) {
     return Tensor(made);
   }
-  return torch::stable::empty(std::vector<int64_t>(shape), dtype, std::nullopt, device);  // which says what is wrong
+  return torch::stable::empty(std::vector<int64_t>(shape), dtype, std::nullopt, device);  // raises the error
 }
 
 namespace {
 
-// The backends that this build has, those for CPU tensors first.
+// Returns the backends of this build, for CPU tensors first.
 std::string backends() {
   std::string names;
   for (const Backend* backend : host_backends()) names += (names.empty() ? "" : ",") + std::string(backend->name);
   return cuda_backend().backend == nullptr ? names : names + ",cuda";
 }
 
-// Chooses the backend for CPU tensors by its place among backends(), and returns the last one's; -1: such tensors are
-// refused, for tests of what runs on a GPU. Numbers, because Torch never frees a string that an op returns.
+// Selects the backend for CPU tensors by its index in backends(), and returns the previous index; -1 forbids such
+// tensors in GPU tests. Torch never frees a string that an op returns.
 int64_t use_backend(int64_t index) {
   const std::vector<const Backend*>& known = host_backends();
   const auto size = static_cast<int64_t>(known.size());

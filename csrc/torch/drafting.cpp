@@ -10,7 +10,7 @@
 namespace pagedtree::ops {
 namespace {
 
-// Params with the growing tree's tensors [B, C], the same for each op that takes it.
+// Params with the growing tree's tensors [B, C], common to several ops.
 template <typename Params>
 Params candidate_params(const Check& check, const Tensor& tokens, const Tensor& parents, const Tensor& scores,
                         const Tensor& kv_index) {

@@ -51,7 +51,7 @@ AppendSide append_side(const Check& check, const Tensor& rows, const Tensor& cac
   return side;
 }
 
-// The rows' dimensions as few strided loops over contiguous runs, in whatever order the elements lie.
+// Describes a row by few strided loops over contiguous runs, for any order of dimensions.
 CacheView cache_view(const Check& check, const Tensor& cache, const std::string& name) {
   struct Dim {
     int64_t size, stride;
@@ -89,7 +89,6 @@ CacheView cache_view(const Check& check, const Tensor& cache, const std::string&
   return view;
 }
 
-// The bytes of the row at a position of sequence b.
 std::vector<uint8_t> row_bytes(const Tensor& cache, const CompactKvParams& p, const std::vector<int32_t>& table,
                                int64_t b, int64_t position) {
   const int64_t page = table[b * p.table.max_pages + position / p.table.page_size];
@@ -99,8 +98,8 @@ std::vector<uint8_t> row_bytes(const Tensor& cache, const CompactKvParams& p, co
   return {bytes, bytes + row.numel() * static_cast<int64_t>(row.element_size())};
 }
 
-// Whether a path has been moved before: its last row is in all caches where it goes to, as well as where it comes from,
-// which no other row of the path goes to. Rows of zeros show nothing.
+// Returns true if a path was moved before: in all caches its last row is at its target and still at its source, which
+// is no row's target. Zero rows prove nothing.
 bool is_moved(const std::vector<Tensor>& caches, const CompactKvParams& p, const std::vector<int32_t>& table, int64_t b,
               int64_t from, int64_t to) {
   bool shows = false;
@@ -132,7 +131,7 @@ void check_compact_values(const Check& check, const CompactKvParams& p, const st
     check.that(starts[b] >= 0, at("start", b), "a position", starts[b]);
     const int64_t last = nodes[b * p.path_width + accepted[b]], end = int64_t{starts[b]} + last + 1;
     check_pages(check, table, p.table.max_pages, p.table.page_size, b, starts[b], end, p.num_pages);
-    for (int64_t i = 0; i < starts[b] / p.table.page_size; ++i) {  // -1: a page that a window has left behind
+    for (int64_t i = 0; i < starts[b] / p.table.page_size; ++i) {  // -1: a page that left the window
       const int32_t page = table[b * p.table.max_pages + i];
       check.that(page < p.num_pages, "page_table[" + std::to_string(b) + ", " + std::to_string(i) + "]",
                  "a page id below " + std::to_string(p.num_pages) + ", the pages of caches[0]", page);
@@ -145,7 +144,7 @@ void check_compact_values(const Check& check, const CompactKvParams& p, const st
   }
 }
 
-// The caches as the params of as many launches as they need, at least one; the moves are missing.
+// Splits the caches into the params of one or more launches, without moves.
 std::vector<CompactKvParams> compactions_of(const Check& check, const std::vector<Tensor>& caches) {
   const auto count = static_cast<int64_t>(caches.size());
   std::vector<CompactKvParams> launches(
@@ -170,16 +169,16 @@ std::vector<CompactKvParams> compactions_of(const Check& check, const std::vecto
   return launches;
 }
 
-// What `_prepare_compaction` keeps for `_compact`.
+// State from `_prepare_compaction` for `_compact`.
 struct PreparedCompaction : Prepared {
   KeptTensors<true> caches;
-  std::vector<CompactKvParams> launches;  // for the caches as they were
+  std::vector<CompactKvParams> launches;  // for the caches at that time
 
   explicit PreparedCompaction(const std::vector<Tensor>& kept)
       : caches(kept), launches(compactions_of(Check("compact_kv", kept.front()), kept)) {}
 };
 
-// The params of a launch that lacks its caches, most of which is room for them: it is neither cleared nor copied.
+// Params of the moves, without caches. The caches' room, most of the struct, is neither cleared nor copied.
 CompactKvParams moves_of(const Check& check, const Tensor& page_table, const Tensor& start, const Tensor& accept_index,
                          const Tensor& num_accepted) {
   CompactKvParams p;
@@ -196,7 +195,6 @@ CompactKvParams moves_of(const Check& check, const Tensor& page_table, const Ten
   return p;
 }
 
-// Makes the launches with these moves.
 Tensor compact(const Check& check, const std::vector<Tensor>& caches, const std::vector<CompactKvParams>& launches,
                CompactKvParams& launch, const Tensor& page_table, const Tensor& start, const Tensor& accept_index,
                const Tensor& num_accepted) {
@@ -233,7 +231,7 @@ Tensor slot_mapping(const Tensor& page_table, const Tensor& seq_lens, const Tens
   return slots;
 }
 
-// Checks all but k itself, of which the dtype and the three dimensions are right.
+// Checks all but k, whose dtype and three dimensions are checked.
 AppendKvParams append_params(const Check& check, const Tensor& k, const OptionalTensor& v, const Tensor& k_cache,
                              const OptionalTensor& v_cache, const Tensor& slots, const OptionalTensor& k_scale,
                              const OptionalTensor& v_scale) {

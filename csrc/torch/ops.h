@@ -1,5 +1,5 @@
-// How the ops of a family become ops of Torch. A host function checks its arguments, fills the params and calls the
-// backend; the same function serves all devices, since it asks the tensors where they are.
+// Registers a family's ops with Torch. A host function checks its arguments, fills the params and calls the tensors'
+// backend.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -17,7 +17,7 @@ namespace pagedtree::ops {
 
 struct Op {
   const char* name;
-  const char* arguments;  // and results: what follows the name in the schema
+  const char* arguments;  // and results: the schema after the name
   void (*host)(StableIValue*, uint64_t, uint64_t);
 };
 

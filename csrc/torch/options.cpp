@@ -14,7 +14,6 @@ const float* penalty(const Check& check, const OptionalTensor& given, const char
   return values;
 }
 
-// One row per sequence; its stride is written to `stride`.
 template <typename T>
 const T* rows_of(const Check& check, const OptionalTensor& given, const char* name, int64_t batch, Axis width,
                  int64_t& stride) {
@@ -23,7 +22,7 @@ const T* rows_of(const Check& check, const OptionalTensor& given, const char* na
   return rows;
 }
 
-// Arguments that are given together or not at all.
+// Requires both arguments or neither.
 void check_together(const Check& check, const char* name, const OptionalTensor& given, const char* other,
                     const OptionalTensor& with) {
   if (given.has_value() == with.has_value()) return;
@@ -104,7 +103,7 @@ void add_paths(const Check& check, const VerifyParams& verify, const OptionalTen
 
 Tensor add_option_rows(const Tensor& anchor, const Backend& backend, int64_t items, int64_t columns,
                        OptionsParams& options) {
-  constexpr int64_t kOfWord = 4;  // rows begin at multiples of 16 bytes
+  constexpr int64_t kOfWord = 4;  // aligns rows to 16 bytes
   options.scratch_rows = options.used ? min_of(items, backend.max_option_rows) : 0;
   options.scratch_stride = ceil_div(columns, kOfWord) * kOfWord;
   return made(anchor, {options.scratch_rows, options.scratch_stride}, options.scratch);

@@ -1,4 +1,4 @@
-// Request options as arguments of ops: the fields of RequestOptions and the penalties of SamplingParams, flat.
+// Request options as op arguments: the fields of RequestOptions and the penalties of SamplingParams.
 #pragma once
 
 #include "core/options.h"
@@ -28,14 +28,12 @@ struct OptionTensors {
   PT_EACH_OPTION(PT_OPTION_MEMBER)
 };
 
-// The options of `batch` sequences over `vocab` tokens.
 OptionsParams options_params(const Check& check, const OptionTensors& tensors, int64_t batch, int64_t vocab);
 
-// Where the rows of a verify op stand in their trees; `verify` has everything but `parents`, which options need.
+// Adds the rows' paths in their trees; `verify` has everything except `parents`.
 void add_paths(const Check& check, const VerifyParams& verify, const OptionalTensor& parents, OptionsParams& options);
 
-// Memory for the rows that a call works on at a time, `items` rows or trees in all, which must live as long as the
-// call.
+// Allocates scratch for `items` rows or trees, which must live as long as the call.
 Tensor add_option_rows(const Tensor& anchor, const Backend& backend, int64_t items, int64_t columns,
                        OptionsParams& options);
 

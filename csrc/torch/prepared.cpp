@@ -12,7 +12,7 @@ struct Registry {
   int64_t last = 0;
 };
 
-// Never destroyed: threads may call while the process ends.
+// Never destroys the registry: threads may call during process exit.
 Registry& registry() {
   static auto* const all = new Registry;
   return *all;
@@ -36,9 +36,9 @@ std::shared_ptr<const Prepared> find_prepared(int64_t number) {
 
 }  // namespace pagedtree::ops
 
-// By ctypes: an op would be seen by whatever traces ops while Python collects its garbage.
+// Releases for ctypes: an op would be traced while Python collects garbage.
 extern "C" PT_EXPORT void pagedtree_release_prepared(int64_t number) {
-  std::shared_ptr<const pagedtree::ops::Prepared> released;  // goes after the lock: tensors may be freed with it
+  std::shared_ptr<const pagedtree::ops::Prepared> released;  // destroyed after the unlock: it may free tensors
   auto& all = pagedtree::ops::registry();
   const std::scoped_lock lock(all.mutex);
   if (auto call = all.calls.extract(number)) released = std::move(call.mapped());

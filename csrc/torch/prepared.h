@@ -1,4 +1,4 @@
-// What an op has checked and kept for the calls of another one.
+// Checked arguments of one op, kept for the calls of another.
 #pragma once
 
 #include <algorithm>
@@ -10,14 +10,13 @@
 
 namespace pagedtree::ops {
 
-// Kept by number, which Torch passes in a fraction of the time that it takes for the tensors that it stands for. They
-// are kept as they are, not their addresses: what becomes of them is seen by the next call.
+// Kept by number, which Torch passes much faster than tensors. Tensors, not addresses, so that the next call detects
+// changes.
 struct Prepared {
   virtual ~Prepared() = default;
 };
 
-// Tensors, and where their elements were. kWritten: a tensor that shares its memory until it is written
-// (torch._lazy_clone) gets memory of its own now.
+// Tensors and the addresses of their elements. kWritten: a lazy clone (torch._lazy_clone) is materialised now.
 template <bool kWritten>
 class KeptTensors {
  public:
@@ -35,8 +34,8 @@ class KeptTensors {
   }
 
  private:
-  // Calls visit(number) while it returns true, the number of dimensions first. By Torch's own functions, as those of
-  // Tensor take the host three times as long.
+  // Calls visit(number) while it returns true, the number of dimensions first. Tensor's methods would take three times
+  // as long.
   template <typename Visit>
   static bool each_number(const Tensor& t, const Visit& visit) {
     int64_t dim = 0, *sizes = nullptr, *strides = nullptr;
@@ -62,13 +61,13 @@ class KeptTensors {
   std::vector<int64_t> known_;
 };
 
-// Returns the number; pagedtree_release_prepared(number) ends it.
+// Returns the number, which pagedtree_release_prepared(number) releases.
 int64_t keep_prepared(std::shared_ptr<const Prepared> prepared);
 
-// Null if nothing is kept by this number.
+// Returns null for an unknown number.
 std::shared_ptr<const Prepared> find_prepared(int64_t number);
 
-// Refuses in the place of `name` what is no number of a `Call`.
+// Rejects a number that is no `Call`, by `name`.
 template <typename Call>
 std::shared_ptr<const Call> prepared(const Check& check, int64_t number, const char* name) {
   auto call = std::dynamic_pointer_cast<const Call>(find_prepared(number));

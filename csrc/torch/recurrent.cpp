@@ -8,7 +8,7 @@
 namespace pagedtree::ops {
 namespace {
 
-// What says which rows follow which, in each of these ops: a batch of trees, or the offsets of sequences.
+// Arguments for the order of rows: a batch of trees, or the offsets of sequences.
 struct Rows {
   const OptionalTensor& cu_nodes;
   const OptionalTensor& parents;
@@ -17,7 +17,6 @@ struct Rows {
   const OptionalTensor& cu_seqlens;
 };
 
-// And the path that is accepted, in those that write.
 struct Path {
   const OptionalTensor& accept_index;
   const OptionalTensor& num_accepted;
@@ -84,7 +83,7 @@ void check_inputs(const Check& check, const Tensor& t, const std::string& name, 
   }
 }
 
-// All but q and out.
+// Fills all but q and out.
 DeltaRuleParams delta_rule_params(const Check& check, const Tensor& k, const Tensor& v, const Tensor& g,
                                   const OptionalTensor& beta, const Tensor& state, const Tensor& state_index,
                                   const Rows& rows, const Path* path, bool l2norm, double l2norm_eps) {
@@ -128,7 +127,7 @@ DeltaRuleParams delta_rule_params(const Check& check, const Tensor& k, const Ten
   return p;
 }
 
-// Scratch of the params' backend, which lives as long as the result.
+// Allocates the backend's scratch, which must live as long as the result.
 Tensor add_scratch(const Tensor& k, const Backend& backend, DeltaRuleParams& p) {
   const bool needed = p.channel_decay && backend.max_option_rows > 0;
   return made(k, {needed ? k.size(0) : 0, p.num_heads, p.key_dim}, p.decays);
@@ -145,7 +144,7 @@ Tensor tree_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const 
   DeltaRuleParams params =
       delta_rule_params(check, k, v, g, beta, state, state_index, {cu_nodes, parents, depths, max_nodes, cu_seqlens},
                         nullptr, l2norm, l2norm_eps);
-  params.state = const_cast<float*>(const_pointer<float>(state));  // read alone, as there is an output
+  params.state = const_cast<float*>(const_pointer<float>(state));  // only read, since there is an output
   params.q = q.const_data_ptr();
   set_strides(q, params.q_token_stride, params.q_head_stride);
   params.scale = static_cast<float>(scale.value_or(1.0 / std::sqrt(static_cast<double>(params.key_dim))));
@@ -173,7 +172,7 @@ void advance_state(const Tensor& state, const Tensor& state_index, const Tensor&
   backend.advance_state(params, context_for(state));
 }
 
-// All but weight, bias and out; `width` is W.
+// Fills all but weight, bias and out; `width` is W.
 ConvParams conv_params(const Check& check, const Tensor& x, const Tensor& conv_state, int64_t width,
                        const Tensor& state_index, const Rows& rows, const Path* path) {
   check_inputs(check, x, "x", {"T", "C"});
@@ -205,7 +204,7 @@ Tensor tree_conv1d(const Tensor& x, const Tensor& weight, const OptionalTensor& 
              "\"" + activation.value_or("") + "\"");
   ConvParams params = conv_params(check, x, conv_state, width, state_index,
                                   {cu_nodes, parents, depths, max_nodes, cu_seqlens}, nullptr);
-  params.conv_state = const_cast<void*>(conv_state.const_data_ptr());  // read alone, as there is an output
+  params.conv_state = const_cast<void*>(conv_state.const_data_ptr());  // only read, since there is an output
   params.weight = weight.const_data_ptr();
   params.weight_dtype = core_dtype(weight);
   for (int64_t i = 0; i < 2; ++i) params.weight_strides[i] = weight.stride(i);

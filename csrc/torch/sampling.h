@@ -1,10 +1,9 @@
-// Checks that sample and the verify ops share: rows of logits, sampling parameters.
+// Checks of logits and sampling parameters.
 #pragma once
 
 #include "core/params.h"
 #include "torch/check.h"
 
-// What the schemas and the host functions of ops that sample have in common.
 #define PT_SAMPLING "Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, str filter_order"
 #define PT_SAMPLING_PARAMETERS                                                              \
   const Tensor &temperature, const Tensor &top_k, const Tensor &top_p, const Tensor &min_p, \
@@ -15,7 +14,7 @@ namespace pagedtree::ops {
 
 DType logits_dtype(const Tensor& logits);
 
-// Rows [rows, V] of logits or probabilities, at any stride >= V.
+// Rows [rows, V] of logits or probabilities, with any stride >= V.
 LogitsParams rows_params(const Check& check, const Tensor& rows, const std::string& name, int64_t min_vocab = 1);
 inline LogitsParams logits_params(const Check& check, const Tensor& logits) {
   return rows_params(check, logits, "logits");
@@ -30,10 +29,10 @@ inline LogitsParams logits_params(const Check& check, const Tensor& logits, cons
   return params;
 }
 
-// Whether filters are applied jointly; refuses what is no filter_order, also where there are no parameters.
+// Returns true for "joint". Rejects invalid names even if there are no parameters.
 bool is_joint(const Check& check, const std::string& filter_order, const std::string& prefix = "");
 
-// Each parameter is [1] or [batch]; `prefix` comes before their names in messages.
+// Requires [1] or [batch] parameters. `prefix` precedes their names in messages.
 SamplingParams sampling_params(const Check& check, PT_SAMPLING_PARAMETERS, int64_t batch,
                                const std::string& prefix = "");
 

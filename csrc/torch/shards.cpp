@@ -14,13 +14,13 @@ T* words_as(const Check& check, const Tensor& words, const std::string& name, in
   return mutable_pointer<T>(words);
 }
 
-// Words as they are exchanged, `each` of them per item.
+// Words per item as exchanged.
 int64_t* words_of_items(const Check& check, const Tensor& words, const std::string& name, int64_t items, int64_t each) {
   check.tensor(words, name, {ScalarType::Long}, {{"N", items}, {"words", each}});
   return mutable_pointer<int64_t>(words);
 }
 
-// The vocabulary of all ranks, of which this rank has `columns`.
+// Checks the vocabulary of all ranks against this rank's columns.
 void check_vocab(const Check& check, int64_t vocab, int64_t columns) {
   check.that(vocab >= 1 && vocab <= kMaxVocab, "vocab", "in 1..2^20", vocab);
   check.that(vocab >= columns, "vocab", "at least this rank's " + std::to_string(columns) + " columns", vocab);
@@ -44,7 +44,6 @@ ShardRows shard_rows(const Check& check, const Tensor& logits, const Tensor& row
   return shard;
 }
 
-// Rows whose logits are elsewhere.
 LogitsParams whole_vocabulary(int64_t rows, int64_t vocab) {
   LogitsParams logits{};
   logits.num_rows = rows;
@@ -52,7 +51,6 @@ LogitsParams whole_vocabulary(int64_t rows, int64_t vocab) {
   return logits;
 }
 
-// The batch must be known.
 void add_options(const Check& check, const OptionTensors& tensors, const OptionalTensor& positions, ShardRows& shard) {
   shard.options = options_params(check, tensors, shard.batch, shard.vocab);
   shard.options.first_token = shard.first_token;
@@ -61,7 +59,7 @@ void add_options(const Check& check, const OptionTensors& tensors, const Optiona
   check.that(positions.has_value() || shard.options.stop_ids == nullptr, "positions", "given with stop_ids", "None");
 }
 
-// The sizes of ShardRow, Residual and ShardEnd in words.
+// Returns the sizes of ShardRow, Residual and ShardEnd in words.
 std::string shard_words() {
   const auto words = [](int64_t number) { return std::to_string(number); };
   return words(kWordsOf<ShardRow>) + "," + words(kWordsOf<Residual>) + "," + words(kWordsOf<ShardEnd>);

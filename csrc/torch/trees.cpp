@@ -29,7 +29,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> build_trees(const Tensor& par
   return {depths, first_child, next_sibling, mask, valid};
 }
 
-// PAGEDTREE_CHECK: all nodes fit, and biases are 0 or hide, as bits say nothing else.
+// Checks, under PAGEDTREE_CHECK, that all nodes fit and biases are 0 or hide, since bits express nothing else.
 void check_mask(const Check& check, const Tensor& mask, MaskWordsParams p, const OptionalTensor& cu_nodes) {
   const Tensor host = host_copy(mask);
   p.mask = host.const_data_ptr();

@@ -1,4 +1,4 @@
-// Checks of values in tensors, under PAGEDTREE_CHECK=1 only: they copy to the host, which synchronises.
+// Checks of values in tensors, only under PAGEDTREE_CHECK=1: copies to the host synchronise.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -23,14 +23,13 @@ std::vector<T> host_values(const Tensor& t) {
 
 inline std::string at(const std::string& name, int64_t index) { return name + "[" + std::to_string(index) + "]"; }
 
-// All of 1-D values in low..high.
 template <typename T>
 void check_range(const Check& check, const Tensor& t, const char* name, int64_t low, int64_t high) {
   const auto values = host_values<T>(t);
   for (size_t i = 0; i < values.size(); ++i) check.in(values[i], at(name, static_cast<int64_t>(i)), low, high);
 }
 
-// cu_*: first 0, never descending, last at most `limit`.
+// Requires cu_*: first 0, never descending, last at most `limit`.
 inline void check_offsets(const Check& check, const std::vector<int32_t>& offsets, const std::string& name,
                           int64_t limit) {
   check.that(offsets.front() == 0, at(name, 0), "0", offsets.front());
@@ -40,7 +39,7 @@ inline void check_offsets(const Check& check, const std::vector<int32_t>& offset
   check.that(offsets.back() <= limit, name, "at most " + std::to_string(limit) + " rows", offsets.back());
 }
 
-// Positions [begin, end) of sequence b lie on pages of the table, all of them in 0..num_pages - 1.
+// Positions [begin, end) of sequence b must have pages in 0..num_pages - 1.
 inline void check_pages(const Check& check, const std::vector<int32_t>& table, int64_t max_pages, int64_t page_size,
                         int64_t b, int64_t begin, int64_t end, int64_t num_pages) {
   if (begin >= end) return;
@@ -54,10 +53,10 @@ inline void check_pages(const Check& check, const std::vector<int32_t>& table, i
   }
 }
 
-// The pages that sequences write: each belongs to one sequence.
+// No two sequences may write to one page.
 class WritablePages {
  public:
-  // Positions [begin, end) of sequence b, whose pages have been checked.
+  // Adds positions [begin, end) of sequence b, whose pages are checked.
   void add(const Check& check, const std::vector<int32_t>& table, int64_t max_pages, int64_t page_size, int64_t b,
            int64_t begin, int64_t end) {
     for (int64_t i = begin / page_size; begin < end && i <= (end - 1) / page_size; ++i) {
@@ -73,7 +72,7 @@ class WritablePages {
   std::unordered_map<int32_t, int64_t> owners_;
 };
 
-// The histories that the sequences have, rows of a pool; returns their rows.
+// Returns the histories' rows in the pool.
 inline std::vector<int64_t> check_histories(const Check& check, const Tensor& history, const Tensor& history_lens,
                                             const OptionalTensor& history_rows) {
   const auto lengths = host_values<int32_t>(history_lens);
@@ -91,7 +90,7 @@ inline std::vector<int64_t> check_histories(const Check& check, const Tensor& hi
   return rows;
 }
 
-// The path of sequence b: 0 first (or -1: no tree), then ascending node ids.
+// Requires 0 first (or -1: no tree), then ascending node ids.
 inline void check_path(const Check& check, const std::vector<int32_t>& accept_index, int64_t path_width, int64_t b,
                        int32_t num_accepted) {
   check.in(num_accepted, at("num_accepted", b), 0, max_of<int64_t>(path_width, 1) - 1);

@@ -20,7 +20,7 @@ VerifyParams tree_params(const Check& check, const LogitsParams& logits, PT_TREE
   const int64_t rows = logits.num_rows;
   const auto size_of = [](const Tensor& t) { return t.defined() && t.dim() == 1 ? t.size(0) : -1; };
   const int64_t nodes = size_of(depths);
-  // If drafts and trees agree, it is the logits that have too few or too many rows.
+  // If drafts and trees agree, the logits have the wrong number of rows.
   if (rows != nodes && nodes >= 0 && size_of(draft_tokens) == nodes) {
     check.fail(rows_name, "of " + std::to_string(nodes) + " rows, one for each node of the trees",
                std::to_string(rows) + " rows");
@@ -97,7 +97,6 @@ VerdictTensors run(const Check& check, const Tensor& logits, const OptionalTenso
   return verdict;
 }
 
-// The streams must be known.
 void add_options(const Check& check, const OptionTensors& tensors, const OptionalTensor& parents,
                  VerifyParams& params) {
   params.options = options_params(check, tensors, params.batch, params.logits.vocab);
@@ -105,11 +104,11 @@ void add_options(const Check& check, const OptionTensors& tensors, const Optiona
   add_paths(check, params, parents, params.options);
 }
 
-// The rules that weigh the target's distribution against the draft's.
+// Rules that compare the target's distribution with the draft's.
 enum class RatioRule { kRejection, kBlock, kTraversal };
 constexpr const char* kRuleNames[] = {"verify_rejection", "verify_block", "verify_traversal"};
 
-// Under PAGEDTREE_CHECK: no node has two children.
+// Checks, under PAGEDTREE_CHECK, that no node has two children.
 void check_chains(const Check& check, const Tensor& next_sibling) {
   if (!value_checks_enabled()) return;
   const std::vector<int32_t> links = host_values<int32_t>(next_sibling);

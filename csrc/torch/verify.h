@@ -1,10 +1,9 @@
-// Checks that the verify ops share, whether a vocabulary is whole or in parts.
+// Checks common to the verify ops, on whole or split vocabularies.
 #pragma once
 
 #include "core/verify/rules.h"
 #include "torch/ops.h"
 
-// What the schemas and the host functions of the verify ops have in common.
 #define PT_TREES                                                                                                \
   "Tensor draft_tokens, Tensor cu_nodes, Tensor depths, Tensor first_child, Tensor next_sibling, Tensor valid," \
   " SymInt max_nodes, SymInt max_depth"
@@ -18,15 +17,13 @@ namespace pagedtree::ops {
 
 using VerdictTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // as PT_VERDICT
 
-// What every rule needs besides its distributions: logits, drafts, trees. Only the number of rows of the logits and the
-// vocabulary are used; `rows_name` is the argument that they come from.
+// Params except distributions. Uses only the row count and vocabulary of `logits`, from the argument `rows_name`.
 VerifyParams tree_params(const Check& check, const LogitsParams& logits, PT_TREE_PARAMETERS,
                          const OptionalTensor& draft_to_target, const char* rows_name = "logits");
 
-// The target's ids of a smaller draft vocabulary's tokens.
 void add_map(const Check& check, const OptionalTensor& draft_to_target, VerifyParams& params);
 
-// Allocates the results on the device of `anchor`: at most tokens_left[b] tokens for sequence b.
+// Allocates at most tokens_left[b] tokens for sequence b.
 VerdictTensors make_verdict(const Check& check, const Tensor& anchor, const OptionalTensor& tokens_left,
                             VerifyParams& params);
 
@@ -36,7 +33,7 @@ void add_coins(const Check& check, const OptionalTensor& coins, const OptionalTe
 
 DraftLaw draft_law_of(const Check& check, const std::string& name);
 
-// The distributions that children were drawn from [M, vocab], and the row in it of each of the N nodes.
+// Adds the distributions of the draws [M, vocab], and each node's row in them.
 void add_draft_distributions(const Check& check, const OptionalTensor& draft_probs, const OptionalTensor& draft_rows,
                              int64_t vocab, RatioParams& params);
 

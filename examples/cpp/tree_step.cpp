@@ -1,9 +1,8 @@
-// An engine without Torch: links draft trees and runs tree attention over a paged cache, with raw pointers and the
-// engine's own threads. Queries and keys are zero, so that a node weighs what it sees evenly; the value at position i
-// is the i-th unit vector. The output row of a node therefore shows which positions the node saw. Then the same over a
-// latent cache, whose rows are keys and, in their first columns, values. Then verification under a request option: no
-// token may come twice. Then a layer with a recurrent state, which takes the accepted path in. Last, the best nodes of
-// the whole batch.
+// An engine without Torch, with raw pointers and its own threads. It links draft trees and runs tree attention over a
+// paged cache: queries and keys are zero, and the value at position i is the i-th unit vector, so a node's output row
+// shows the positions that it sees. Then it runs attention over a latent cache, whose rows are keys and, in their first
+// columns, values; verification under a penalty that forbids repeated tokens; a recurrent layer that commits the
+// accepted path; and the choice of the batch's best nodes.
 #include <pagedtree/core/backend.h>
 #include <pagedtree/core/recurrent.h>
 #include <pagedtree/core/schedule.h>
@@ -21,7 +20,7 @@ namespace {
 
 constexpr int kNumThreads = 2, kPageSize = 4, kNumPages = 8, kMaxPages = 4;
 
-// Stands for the engine's thread pool: one thread per piece.
+// The engine's thread pool: one thread per piece.
 void run_in_parallel(int64_t begin, int64_t end, int64_t grain_size, pagedtree::ExecContext::Body body, void* state) {
   const int64_t piece = std::max(grain_size, pagedtree::ceil_div<int64_t>(end - begin, kNumThreads));
   std::vector<std::thread> threads;
@@ -31,7 +30,7 @@ void run_in_parallel(int64_t begin, int64_t end, int64_t grain_size, pagedtree::
   for (std::thread& thread : threads) thread.join();
 }
 
-// A ragged batch of trees and the results of build_trees; a tree has at most 32 nodes here, so a mask row is one word.
+// A ragged batch of trees and the results of build_trees. Trees have at most 32 nodes, so a mask row is one word.
 struct Trees {
   std::vector<int32_t> parents, cu_nodes, depths, first_child, next_sibling, mask;
   std::unique_ptr<bool[]> valid;
@@ -63,8 +62,8 @@ void link(const pagedtree::Backend& backend, const pagedtree::ExecContext& ctx, 
   backend.build_trees(params, ctx);
 }
 
-// One head of keys and values in pages that stand in any order; sequence b's position i is in page_table[b][i / page].
-// A latent cache has no values of its own: they are the first columns of the keys.
+// One head of keys and values in pages of any order; sequence b's position i is in page_table[b][i / page]. A latent
+// cache stores no separate values: they are the first columns of the keys.
 struct Cache {
   int32_t head_dim, head_dim_v;
   bool latent;
@@ -142,8 +141,7 @@ std::vector<float> attend(const pagedtree::Backend& backend, const pagedtree::Ex
   return out;
 }
 
-// The rows of the `budget` nodes that are most likely to be accepted, if a node is accepted less often the later it
-// comes among all rows.
+// Returns the rows of the `budget` likeliest nodes, if acceptance falls with the row's number.
 std::vector<int32_t> select(const pagedtree::Backend& backend, const pagedtree::ExecContext& ctx, const Trees& trees,
                             int64_t budget) {
   std::vector<float> survival(trees.num_rows());
@@ -176,8 +174,8 @@ struct Verdict {
   std::vector<int64_t> tokens;
 };
 
-// What each sequence accepts and emits where every row of logits prefers token 0, then 1, and so on, every node drafts
-// its depth's token, and a penalty forbids what its own path has said.
+// Returns the accepted and emitted tokens of each sequence. Logits prefer token 0, then 1, and so on, nodes draft their
+// depth's token, and a penalty forbids the tokens of the path.
 Verdict verify(const pagedtree::Backend& backend, const pagedtree::ExecContext& ctx, const Trees& trees) {
   constexpr int32_t kVocab = 8, kMaxDepth = 2;
   const int64_t width = kMaxDepth + 1;
@@ -227,10 +225,9 @@ Verdict verify(const pagedtree::Backend& backend, const pagedtree::ExecContext& 
   return verdict;
 }
 
-// A layer with a recurrent state behind a short convolution. Row r is the r-th unit vector, each tap is 1 and nothing
-// decays or is forgotten: so the convolution gives each node its own row and its parent's, and the layer all rows of
-// its path, each as often as it was convolved. The states start at zero, and in the end have taken in what `verdict`
-// accepts.
+// A recurrent layer after a short convolution. Row r is the r-th unit vector, each tap is 1 and nothing decays: the
+// convolution returns a node's row plus its parent's, and the layer the sum over its path. The states start at zero and
+// end with the path that `verdict` accepts.
 struct Recurrence {
   static constexpr int32_t kDim = 8, kTaps = 2;
   std::vector<float> convolved, out, state, conv_state;
@@ -329,7 +326,7 @@ int main() {
   ctx.num_threads = kNumThreads;
   ctx.parallel_for = run_in_parallel;
 
-  // Two sequences: a root with two children, the first of which has one more, after a prefix of 5; a chain after 2.
+  // Two sequences: after a prefix of 5 a root with two children, the first of which has one more; a chain after 2.
   Trees trees({-1, 0, 0, 1, -1, 0, 1}, {0, 4, 7});
   link(backend, ctx, trees);
   const std::vector<int32_t> pages{6, 1, 3, -1, 0, 5, -1, -1}, lengths{5 + 4, 2 + 3};

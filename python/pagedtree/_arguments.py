@@ -31,7 +31,7 @@ def expect_type(name: str, value: object, expected: type) -> None:
 
 
 def expect_integers(**values: object) -> None:
-    """Raises TypeError where a value is not an integer: as `checked`, in a tenth of the time."""
+    """Raises TypeError where a value is not an integer."""
     for name, value in values.items():
         if type(value) is not int and not isinstance(value, _NUMBERS[int][0]):
             raise TypeError(f"{name}: expected an integer, got {_shown(value)}")
@@ -45,7 +45,6 @@ def expect_dims(form: str, **tensors: Tensor | None) -> None:
 
 
 def expect_shape(shape: Sequence[int], **tensors: Tensor | None) -> None:
-    """Raises ValueError where a tensor has another shape."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.shape != tuple(shape):
             raise ValueError(f"{name}: expected shape {[*shape]}, got {[*tensor.shape]}")

@@ -102,8 +102,7 @@ def store_verdict(of: Facts, said: str) -> None:
 
 
 def chosen_engine() -> tuple[str, str]:
-    """Returns the engine of calls on the current GPU, "mma.sync" or "wgmma", and the reason; without a GPU, a GPU's
-    default.
+    """Returns the engine of calls on the current GPU, "mma.sync" or "wgmma", and the reason.
 
     Raises RuntimeError for a wrong PAGEDTREE_ENGINE.
     """

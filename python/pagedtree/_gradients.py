@@ -1,8 +1,7 @@
 """Autograd registration of the ops: they have no backward pass, and raise when one is requested.
 
-The forward pass works under grad mode. Float outputs from tensors that require grad get a graph node that
-raises in backward, as do tensors that an op has written. Their version counters increase as with PyTorch's own in-place
-ops.
+The forward pass works under grad mode. Float outputs from tensors that require grad get a graph node that raises in
+backward, as do tensors that an op has written, whose version counters increase.
 """
 
 from __future__ import annotations
@@ -52,8 +51,6 @@ def _refuse_backward_fake(op: str, gradient: Tensor, shape: Sequence[int], dtype
 
 
 class _InferenceOnly(torch.autograd.Function):
-    """An op in the graph."""
-
     @staticmethod
     def forward(ctx: Any, name: str, run: Callable[[], Any], *inputs: Tensor) -> Any:
         ctx.name, ctx.inputs = name, [(t.shape, t.dtype) for t in inputs]
@@ -67,8 +64,6 @@ class _InferenceOnly(torch.autograd.Function):
 
 
 class _Written(_InferenceOnly):
-    """A tensor that an op has written."""
-
     @staticmethod
     def forward(ctx: Any, name: str, written: Any, *inputs: Tensor) -> Any:
         ctx.mark_dirty(written)

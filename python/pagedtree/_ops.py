@@ -122,7 +122,6 @@ def _wrong_type(name: str, argument: str, expected: str, found: str, value: str)
 
 
 def _first_that_is_no_tensor(name: str, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TypeError:
-    """Returns the error for a call without any tensor: PyTorch looks for the device before it looks at types."""
     arguments = getattr(op, "default", op)._schema.arguments
     values = {**{argument.name: value for argument, value in zip(arguments, args, strict=False)}, **kwargs}
     first = next(argument.name for argument in arguments if str(argument.type) == "Tensor")
@@ -156,7 +155,6 @@ def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def refusal(error: RuntimeError, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception:
-    """Returns the Python exception for an op's error."""
     message = str(error)
     name = str(op).removeprefix("pagedtree.").split(".")[0]
     name = _PARTS.get(name, name)

@@ -58,18 +58,18 @@ def tree_attention(
             the queries are the newest level of a bigger tree. -1 = sequence b is causal and its mask rows are ignored.
             Clamped to -1..seq_lens[b]. Without a tree_mask it has no effect.
         max_seqlen_q: a hint for the choice of tiles, the most queries of a sequence, default ceil(T / B); it never
-            changes the result. If lengths differ much, pass the maximum: on CUDA, sequences of at most 32 rows (queries
-            x Hq / Hkv) then get small tiles.
+            changes the result. On CUDA, sequences of at most 32 rows (queries x Hq / Hkv) get small tiles if it is the
+            maximum.
         scale: factor of q.k, default D ** -0.5. Latent attention needs the model's, of the size before absorption.
         softcap: > 0: scores are softcap * tanh(scale * q.k / softcap); not in a latent call.
         window: > 0: a query sees only keys whose position is less than `window` behind its own. A prefix key's position
-            is its index; a tree node's is seq_lens - tree_lens + depth, where a key's depth is the number of set bits
-            below its own in the query's row, the query's that of all the row's set bits - 1.
+            is its index; a tree node's is seq_lens - tree_lens + depth, where depth counts the set bits below the key's
+            in the query's row; the query's own depth is the row's set bits - 1.
         sinks: fp32 [Hq], one more logit in each row's denominator.
         k_scale, v_scale: fp32 scalar or [Hkv], finite factors of an fp8 cache (others: unspecified results of their
             heads); v_scale's default in a latent call is k_scale.
-        plan: the tensor of `attention_plan` for these lengths; a plan for other lengths costs speed only, and the
-            promise of its segment. A CUDA call writes to it and restores it: calls that share it run in stream order.
+        plan: of `attention_plan`; a plan for other lengths costs speed only, and the promise of its segment. A CUDA
+            call writes to it and restores it: calls that share it run in stream order.
         out: [T, Hq, Dv] of q's dtype, written and returned; last dimension contiguous.
         return_lse: also return lse.
 
@@ -79,8 +79,8 @@ def tree_attention(
         rows give out 0 and lse -inf.
 
     Softmax and accumulation are fp32. On CUDA, fp32 queries and head sizes 16 and 32 are for tests: their kernel is
-    exact rather than fast. Keys and values that are not finite change only rows that see them; others get the bits of
-    zeros. Results are bitwise the same for any number of threads.
+    exact rather than fast. Keys and values that are not finite change only rows that see them. Results are bitwise the
+    same for any number of threads.
 
         for b, i, h in queries of each sequence and head:
             s, n = seq_lens[b], cu_seqlens_q[b + 1] - cu_seqlens_q[b]
@@ -125,9 +125,8 @@ class PreparedAttention:
         for q, k_cache, v_cache in layers:
             out = attend(q, k_cache, v_cache)       # tree_attention(q, k_cache, v_cache, page_table, seq_lens, ...)
 
-    Halves the host time of a call; results are bitwise equal. Each call reads the current contents of the tensors
-    passed here, even after writes, resizes or `.data` replacement; new tensors need a new object. With gradients
-    enabled or under compilation each call is a plain `tree_attention`: use `torch.no_grad`.
+    Halves the host time of a call. Each call reads the current contents of the tensors passed here; new tensors need a
+    new object. With gradients enabled or under compilation each call is a plain `tree_attention`: use `torch.no_grad`.
 
     Args: as for `tree_attention`. Without a plan each call makes one.
 
@@ -223,22 +222,21 @@ def attention_plan(
         head_dim_v: V's, default head_dim. latent: whether the calls' v_cache is a view of k_cache.
         max_seqlen_q: the hint of the calls; on CUDA another hint means other tiles.
         window: the calls' window, 0: none. Models with two kinds of layers make two plans a step.
-        segment: keys, a multiple of 64, at least 64. The bits of a sequence's rows are then the same in every batch, at
-            every place in it, with any neighbours, padding, page numbers and threads, on one backend and engine: cuts
-            are at keys segment, 2 segment, ... of each sequence, tiles depend on its own rows, heads and dtypes, and
-            parts are joined in their order. Only for the lengths that the plan was made for. None: off.
+        segment: keys, a multiple of 64. The bits of a sequence's rows are then the same in every batch, at every place
+            in it, with any padding, page numbers and threads, on one backend and engine, for the lengths that the plan
+            was made for: cuts are at keys segment, 2 segment, ... of each sequence. None: off.
 
     Returns an int32 tensor of a fixed size (with a segment, segment / 64 longer) on the device of seq_lens, to pass as
     plan=; it does not depend on the mask or the dtype. A plan for another window, lengths or heads is correct but
-    slower. Nothing is read on the host. An aborted call voids it.
+    slower. An aborted call voids it.
 
     The price of a segment: a sequence with more keys writes and reads (Dv + 2) * 4 bytes for each row, head and
     segment; scratch is T * Hq * ceil(max_pages * page_size / segment) times that. A sequence of few segments keeps few
-    CTAs or threads busy. CUDA takes two launches more, and always the tile for 32 rows, or the largest for more.
+    CTAs or threads busy. CUDA takes two launches more.
 
     The order (sequence, row tile, key tile), as in Stream-K (Osama et al., 2023) and FlashMLA's scheduler, is cut into
     ranges of equal cost: one per visible key tile, plus a constant per piece of a row tile. The plan holds their
-    starts. On CUDA two to eight CTAs share a range if heads have several row tiles and more keys than L2 holds.
+    starts.
 
     Raises ValueError for wrong shapes, dtypes, sizes or segment; with PAGEDTREE_CHECK=1 also for offsets that descend.
     """

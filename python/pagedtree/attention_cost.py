@@ -20,7 +20,7 @@ class AttentionLaunch:
     Attributes:
         sequences: batch indices.
         engine: "mma.sync" or "wgmma", the matrix instructions.
-        m_tile: rows (query tokens x heads of a KV head) of a tile.
+        m_tile: rows of a tile.
         row_warps, key_warps, column_warps: warps of a CTA along rows, keys of a stage, and V's columns.
         keys_per_stage, stages: the ring in shared memory. A stage holds K and V of its keys, or one of the two (with
             wgmma or column_warps).
@@ -34,8 +34,8 @@ class AttentionLaunch:
         balance: maximum over mean of the KV tiles per CTA with a visible key; 1.0 is even.
         idle: CTAs without such a tile.
         kv_reads: bytes of K and V read from memory over their size; above 1 where CTAs reread keys.
-        bytes: minimum traffic: keys within the window once per KV head (a latent row once for both), q, out, page
-            table, and the pieces, written and read.
+        bytes: minimum traffic: keys within the window once per KV head, q, out, page table, and the pieces, written and
+            read.
         executed_flops: tensor core flops, over whole tiles with a visible key.
     """
 
@@ -107,16 +107,15 @@ def explain(
     flops_per_second: float = 989e12,
     engine: str | None = None,
 ) -> AttentionCost:
-    """Returns launches, tiles, cuts, balance, bytes, flops and floor time of a `tree_attention` call on CUDA.
+    """Returns schedule, traffic and floor time of a `tree_attention` call on CUDA.
 
-    Needs no GPU: simulates the CTAs in lockstep, one KV tile of 64 keys each at a time. A tile counts if a row sees one
-    of its keys under a causal mask; the kernel skips the others.
+    Needs no GPU: simulates the CTAs in lockstep, one KV tile of 64 keys each at a time.
 
     Args:
         query_lens, seq_lens: one entry per sequence; seq_lens count all keys, new tokens included.
         num_q_heads, num_kv_heads, head_dim, page_size: as in the call; head_dim is K's.
         head_dim_v: V's, default head_dim.
-        latent: whether v_cache is a view of k_cache, so that each cached row is read once.
+        latent: whether v_cache is a view of k_cache.
         kv_bytes: bytes per element of the cache: 2, or 1 for float8_e4m3fn.
         max_seqlen_q: the hint of the call; default ceil(T / B).
         window: attention window in tokens; 0: none.

@@ -52,7 +52,6 @@ def slot_mapping(
 
 
 def _last_offset(cu_seqlens_q: Tensor, page_table: Tensor, page_size: int) -> int:
-    """Returns the rows of the batch, at most the table's positions; 0 for arguments that the op refuses."""
     is_batch = cu_seqlens_q.dtype == torch.int32 and cu_seqlens_q.dim() == 1 and cu_seqlens_q.numel() > 0
     if not is_batch or not isinstance(page_size, int) or page_size < 1:
         return 0
@@ -74,16 +73,16 @@ def append_kv(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Writes one row of K and one of V for each token into the cache, or one row of a cache that is a single tensor.
+    """Writes a row of K and of V for each token into the cache.
 
     Args:
         k: [T, Hkv, D] of fp32, fp16, bf16 or float8_e4m3fn, any sizes; any strides but a contiguous last dimension.
-        v: [T, Hkv, Dv] of k's dtype. None: the cache holds only k, as MLA's latent cache does, of rows k [T, 1, 576].
+        v: [T, Hkv, Dv] of k's dtype. None: the cache holds only k, as MLA's latent cache does.
         k_cache, v_cache: [pages, page_size, Hkv, D] and [pages, page_size, Hkv, Dv], written; any strides but a
             contiguous last dimension. Their dtype is k.dtype (rows are copied bit by bit) or float8_e4m3fn (rows are
             converted). v_cache is None if v is.
         slots: int64 [T], slot = page * page_size + offset; -1 skips the token. So does a slot outside the cache
-            (PAGEDTREE_CHECK=1 raises). Of several tokens with one slot any may stay.
+            (PAGEDTREE_CHECK=1 raises). Any one of several tokens with one slot stays.
         k_scale, v_scale: fp32, scalar ([] or [1]) or [Hkv], factors by which attention multiplies the cache; only for
             converted rows, v_scale only with v. None = 1.
 
@@ -96,7 +95,7 @@ def append_kv(
                 if v is not None:
                     v_cache[slots[t] // page_size, slots[t] % page_size] = v[t]
 
-    Sources: PagedAttention (Kwon et al., SOSP 2023); the slots are vLLM's; the latent cache is DeepSeek-V2's.
+    Sources: PagedAttention (Kwon et al., SOSP 2023); the latent cache is DeepSeek-V2's.
 
     Raises ValueError for wrong shapes, dtypes, devices or strides, a scale without conversion, and one of v and v_cache
     without the other, before anything is written.
@@ -120,7 +119,7 @@ def rope_append(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """Rotates queries and keys by their positions (rotary embedding) and appends keys and values, in one launch.
+    """Rotates queries and keys (rotary embedding) and appends keys and values, in one launch.
 
     Args:
         q: [T, Hq, D] of fp32, fp16 or bf16, any sizes; any strides but a contiguous last dimension.
@@ -131,13 +130,13 @@ def rope_append(
             2 frequencies, then their sines, scaling factors (YaRN's) included. P >= 1 if T > 0; rotary_dim is even and
             at most D.
         k_cache, v_cache, slots, k_scale, v_scale: as for `append_kv`. The query of a skipped token is still rotated.
-        interleaved: whether pairs are neighbours, as in GPT-J and DeepSeek; else they span the two halves of the rotary
-            columns, as in GPT-NeoX and Llama.
+        interleaved: whether pairs are neighbours (GPT-J, DeepSeek); else they span the halves of the rotary columns
+            (GPT-NeoX, Llama).
         rotary_start: the first rotary column; columns before and after them pass unchanged.
         q_out: of q's shape and dtype, last dimension contiguous, written: q itself, or memory that q does not share.
             Default: a new tensor.
 
-    Returns q_out. Products and sums are fp32, each rounded separately, and the result is rounded once to q's dtype.
+    Returns q_out. Products and sums are fp32, each rounded; the result is rounded to q's dtype.
 
         half = rotary_dim // 2
         for t in range(T):
@@ -149,8 +148,7 @@ def rope_append(
                     y[:, a], y[:, b] = x[:, a] * cos[i] - x[:, b] * sin[i], x[:, b] * cos[i] + x[:, a] * sin[i]
         append_kv(rotated_k, v, k_cache, v_cache, slots, k_scale=k_scale, v_scale=v_scale)
 
-    Sources: rotary embedding (Su et al., RoFormer, 2021); the table is vLLM's `cos_sin_cache`; FlashInfer fuses the
-    same steps.
+    Sources: rotary embedding (Su et al., RoFormer, 2021); the table is vLLM's `cos_sin_cache`.
 
     Raises ValueError for wrong shapes, dtypes, devices, strides or columns, before anything is written.
     """

@@ -26,8 +26,8 @@ CHANGES_LOGITS = (*_PENALTIES, "allowed_mask", "bias_tokens", "bad_tokens", "sto
 class RequestOptions:
     """The options of B requests (masks, biases, bad words, penalty counts) as device tensors; None: not used.
 
-    The ops that take it are exact on trees: the distribution at node n is plain decoding's after n's path. Rows may be
-    strided. Ids out of range and offsets that do not ascend are ignored. Tensors may change between graph replays.
+    Exact on trees: the distribution at node n is plain decoding's after n's path. Rows may be strided. Ids out of range
+    and offsets that do not ascend are ignored. Tensors may change between graph replays.
 
     Attributes:
         prompt_mask: int32 [B, ceil(V / 32)]; bit x % 32 of word x // 32: token x is in the prompt.
@@ -39,8 +39,7 @@ class RequestOptions:
             cu_bad_seqs: int32 [B + 1], the sequences' offsets in the words.
         history: int64 [B, L], the text so far, the root included, against which, with the path, bad words match; None:
             against the path below the root only. history_lens: int32 [B], its lengths.
-        history_start: int32 [B], start of matching in the history; None is 0. (transformers includes the prompt, vLLM
-            does not.)
+        history_start: int32 [B], start of matching in the history; None is 0.
         stop_ids: int32 [B, S], -1: none; forbidden at rows that predict a position below min_position, int64 [B].
             Node n predicts positions[b] + depth + 1, a row of `sample` its positions[r] + 1.
 
@@ -84,7 +83,6 @@ class RequestOptions:
                 raise TypeError(f"{name}: expected a Tensor or None, got {type(value).__name__}")
 
     def tensors(self) -> dict[str, Tensor | None]:
-        """Returns the fields by name, as the raw ops take them."""
         return {name: getattr(self, name) for name in _NAMES}
 
     @classmethod
@@ -193,7 +191,7 @@ class OptionRows:
     Attributes:
         is_used: whether a sequence has options.
         idle_row: the number of a sequence without options, for captured steps.
-        tail: how many tokens at the end of a text bad words are compared with, at most.
+        tail: the most tokens of a text that bad words are compared with.
     """
 
     def __init__(
@@ -258,7 +256,6 @@ class OptionRows:
         options.output_counts.scatter_add_(1, history.clamp(0, self.vocab - 1), counted.int())
 
     def with_text(self, options: RequestOptions, history: Tensor, lengths: Tensor) -> RequestOptions:
-        """Returns `options` with the text in which bad words are matched."""
         return options if self._bad_words is None else replace(options, history=history, history_lens=lengths)
 
     def buffers(self, batch_size: int) -> RequestOptions | None:
@@ -273,8 +270,8 @@ class OptionRows:
         return replace(self.select([self.idle_row] * batch_size), **room)
 
     def refresh(self, buffers: RequestOptions, rows: list[int], history: Tensor, lengths: list[int]) -> None:
-        """Writes the options of these sequences into `buffers`, unless they are already there. rows: one for each row
-        of the buffers, `idle_row` for idle ones. history: int64 [sequences + 1, capacity]."""
+        """Writes the options of these sequences into `buffers`, unless they are there. rows: one for each row of the
+        buffers, `idle_row` for idle ones. history: int64 [sequences + 1, capacity]."""
         if self._current is not None and self._current[0] is buffers and self._current[1] == rows:
             return
         text_lengths = self._put(_integers(lengths))
@@ -298,7 +295,6 @@ class OptionRows:
 
 
 def option_arguments(params: SamplingParams, options: RequestOptions | None, device: torch.device) -> dict[str, Tensor]:
-    """Returns the used penalties and options as raw-op arguments."""
     arguments = params.penalties_on(device)
     if options is not None:
         expect_type("options", options, RequestOptions)
@@ -308,7 +304,6 @@ def option_arguments(params: SamplingParams, options: RequestOptions | None, dev
 
 
 def _batch_of(given: Mapping[str, Sequence[Any] | None]) -> int:
-    """Returns the number of sequences, the common length of all lists."""
     sizes: dict[str, int] = {}
     for name, value in given.items():
         if value is None:
@@ -341,7 +336,6 @@ def _ids(name: str, ids: Sequence[int], vocab: int) -> np.ndarray[Any, Any]:
 
 
 def _expect_integer(name: str, value: object) -> None:
-    """Raises TypeError unless it is an integer, ValueError unless it has 64 bits."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name}: expected an integer, got {value!r:.60}")
     if not -(2**63) <= int(value) < 2**63:
@@ -410,7 +404,6 @@ def _host_tensors(options: RequestOptions, names: tuple[str, ...]) -> tuple[Tens
 
 
 def _parts(offsets: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the entries' indices, row after row, and the rows' offsets in them."""
     begins = offsets[rows]
     counts = offsets[rows + 1] - begins
     cu = torch.nn.functional.pad(counts.cumsum(0), (1, 0))

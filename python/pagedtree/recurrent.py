@@ -1,6 +1,6 @@
 """Layers with a recurrent state on draft trees: the gated delta rule, Mamba-2, and the short convolutions before them.
 
-Each sequence has one state, however many nodes its tree has: per-node states are never written.
+Each sequence has one state; per-node states are never written.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def tree_delta_rule(
             and Dv are multiples of 8 up to 256.
         g: fp32 [T, H], any strides, or [T, H, Dk], last dimension contiguous: logarithms of the decays, at most 0 (else
             unspecified but bounded decays); -inf forgets all.
-        beta: fp32 [T, H], any strides, how far v replaces the prediction for k; None: v is added.
+        beta: fp32 [T, H], any strides; None: v is added.
         state: fp32 [slots, H, Dk, Dv], any strides (transformers keeps [H, Dv, Dk]: pass its transpose).
         state_index: int32 [B], the slot of each sequence's state; -1 or outside: zeros.
         trees: the B trees, of at most 256 nodes each; T is their N. None: causal, by cu_seqlens.
@@ -63,7 +63,7 @@ def tree_delta_rule(
 
     Computed in fp32 without a state per node (docs/notes/recurrent.md); the relative root mean square error against
     float64 is at most 1e-2 (bf16), 2.5e-3 (fp16) or 1e-4 (fp32). Invariant to the batch, the other nodes and the number
-    of threads. NaN in unreachable nodes changes nothing.
+    of threads.
 
     Sources: Gated DeltaNet (Yang et al., 2024), Kimi Linear (Kimi Team, 2025), Mamba-2 (Dao and Gu, 2024).
 
@@ -104,8 +104,8 @@ def advance_state(
             for n in accept_index[b, : num_accepted[b] + 1]:
                 state[state_index[b]] = S[n]                          # as in tree_delta_rule
 
-    Nothing is written for a sequence with a slot outside 0..slots - 1, without a node or token, or with a path that
-    does not lead from the root from child to child (idle: accept_index[b, 0] = -1).
+    Nothing is written for a sequence with a slot outside 0..slots - 1, without a row, or with a path that does not
+    lead from the root from child to child (idle: accept_index[b, 0] = -1).
 
     Raises ValueError for wrong shapes, dtypes, devices or sizes, before anything is written; with PAGEDTREE_CHECK=1
     also for slots outside -1..slots - 1, paths that do not ascend and offsets that descend or pass T.
@@ -183,7 +183,6 @@ def advance_conv(
 
 
 def _rows(trees: TreeBatch | None, cu_seqlens: Tensor | None) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
-    """Returns the tensors that order the rows, as the raw ops take them."""
     if trees is None:
         return (None, None, None), {"cu_seqlens": cu_seqlens}
     expect_type("trees", trees, TreeBatch)

@@ -108,7 +108,6 @@ class SamplingParams:
         return tensors
 
     def expect_no_penalty(self, op: str, argument: str = "params") -> None:
-        """Raises ValueError if a penalty is on, for ops without penalties."""
         for name, neutral in _NO_PENALTY.items():
             value = getattr(self, name)
             if isinstance(value, Tensor) or value != neutral:
@@ -120,9 +119,7 @@ _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 
 
 def _may_keep(device: torch.device) -> bool:
-    """Returns whether a new tensor may be cached: tensors of a CUDA graph capture or a trace (fake tensors) do not
-    outlive it.
-    """
+    """Returns whether a new tensor may be cached: tensors of a capture or a trace do not outlive it."""
     is_traced = torch.compiler.is_compiling() or makes_fakes()
     return not is_traced and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
@@ -138,7 +135,6 @@ def _on_device(value: float | Tensor, name: str, device: torch.device, keep: boo
 
 
 def _float32(value: float) -> float:
-    """Returns the number within fp32's range; larger ones are infinite."""
     return float(value) if value <= _LARGEST_FLOAT32 else math.inf
 
 

@@ -22,7 +22,7 @@ class Commit(NamedTuple):
     Attributes:
         start: int32 [B], position of the new root (the last token kept): old start + num_tokens.
         last_token: int64 [B], the new root's token; -1 if no token was kept.
-        finished: bool [B], the path ended with an EOS token or with the last token left, or no token was kept.
+        finished: bool [B], the path ended with an EOS token or the last token left, or no token was kept.
         num_accepted: int32 [B], draft tokens kept; for `compact_kv`, with the verdict's accept_index.
         num_tokens: int32 [B], tokens kept: tokens[b, : num_tokens[b]] of the verdict.
         accept_rows: int64 [B, S], flat rows (cu_nodes[b] + node) of the root and the nodes kept, then -1.
@@ -53,9 +53,9 @@ def prepare_step(
 
     Args:
         trees: B trees of N rows (padding rows included).
-        page_table: int32 [B, max_pages], rows may be strided; pages for start[b] + nodes are reserved.
-        start: int32 [B], position of each root = length of the committed prefix; negative = idle: its rows are padding
-            (position 0, slot -1, seq_lens 0).
+        page_table: int32 [B, max_pages], rows may be strided.
+        start: int32 [B], position of each root; negative = idle: its rows are padding (position 0, slot -1, seq_lens
+            0).
         page_size: positions per page, >= 1.
         total_q: T, rows of the query, usually N. Nodes past it are cut off.
 
@@ -93,7 +93,7 @@ def commit(
     tokens_left: Tensor | None = None,
     history_rows: Tensor | None = None,
 ) -> Commit:
-    """Commits a verdict: ends sequences at EOS or a limit, records their tokens, and returns the next step's start.
+    """Commits a verdict: ends sequences at EOS or a limit, and records their tokens.
 
     Args:
         verdict: a verify op's result for `trees`.
@@ -103,10 +103,10 @@ def commit(
         history_lens: int32 [B], written: grows by the tokens appended. Goes with history.
         eos_ids: int64 [E] for all or [B, E], rows may be strided; -1 = none. The path ends with its first such token.
         node_map: int32 [N], the K/V index in the draft model's tree of each target row, -1 where the draft cache has
-            none (`rerank_tree` returns it). The root counts as present, nodes after the first missing one as missing.
+            none (from `rerank_tree`). Nodes after the first missing one count as missing.
         options: its output_counts [B, V], if given, are written: each kept token counts once more.
-        tokens_left: int32 [B], the most tokens that this step may keep of each sequence; one that keeps so many is
-            finished. Next step: tokens_left - num_tokens.
+        tokens_left: int32 [B], the most tokens that each sequence may keep; one that keeps so many is finished. Next
+            step: tokens_left - num_tokens.
         history_rows: int32 [B], the row of each sequence in history [P, H] and history_lens [P]; outside 0..P-1 it is
             not recorded. Rows in use must differ.
 

@@ -20,7 +20,6 @@ __all__ = ["backends", "decoy_propose", "use_backend"]
 
 @cache
 def _known() -> tuple[str, ...]:
-    """Returns this build's backends, in the order of their numbers in the op."""
     return tuple(ops._backends().split(","))
 
 
@@ -59,9 +58,9 @@ def decoy_propose(
 ) -> Draft:
     """Drafts the known continuation of each text, every right token behind siblings that are wrong.
 
-    Tests an engine: generate without drafts, then propose these texts with this drafter. A correct engine gives the
-    same texts and accepts max_depth drafts in every step with enough text left. No accepted node's row equals its
-    depth, so the texts of an engine that forgets `compact_kv` diverge, or its drafts are refused.
+    Tests an engine: generate without drafts, then propose these texts. A correct engine gives the same texts and
+    accepts max_depth drafts in every step with enough text left. No accepted node's row equals its depth, so an engine
+    that forgets `compact_kv` diverges.
 
     Args:
         texts: int32 or int64 [B, L], prompt and continuation; negative after the end.
@@ -77,7 +76,7 @@ def decoy_propose(
             children = [*(width - 1 wrong tokens), texts[b, lengths[b] + depth - 1]]      # all of them of `node`
             node = width * depth                                    # the last child
 
-    Past a text's end all tokens are -1, which are no drafts. Nothing is read on the host.
+    Past a text's end all tokens are -1, which are no drafts.
 
     Returns a `Draft` of draft_tokens and trees. Raises ValueError for wrong shapes, dtypes or bounds.
     """

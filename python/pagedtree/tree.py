@@ -22,7 +22,7 @@ MAX_NODES = 1024
 
 
 def _assume_constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Acts as torch.compiler.assume_constant_result without importing the compiler, which takes as long as torch."""
+    """Acts as torch.compiler.assume_constant_result without importing the compiler."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
@@ -76,7 +76,7 @@ class DraftTree:
         """Returns the tree of child-rank paths (Medusa, EAGLE): [1, 0] is the first child of the root's second child.
 
         The root is added; nodes are ordered by (depth, path). Every proper prefix of a path must be listed, no path
-        twice, ranks >= 0, else ValueError. Ranks may leave gaps: `child_ranks` keeps the paths' ranks.
+        twice, ranks >= 0, else ValueError. Ranks may leave gaps.
         """
         try:
             listed = sorted((tuple(map(index, path)) for path in paths), key=lambda path: (len(path), path))
@@ -102,7 +102,6 @@ class DraftTree:
     @classmethod
     @checked()
     def chain(cls, num_draft_tokens: int) -> DraftTree:
-        """Returns a chain: the root and `num_draft_tokens` nodes, each the child of the one before."""
         if not 0 <= num_draft_tokens < MAX_NODES:
             raise ValueError(f"num_draft_tokens: expected 0 to {MAX_NODES - 1}, got {num_draft_tokens}")
         return cls(np.arange(-1, num_draft_tokens))
@@ -185,7 +184,6 @@ class TreeBatch:
     max_depth: int
 
     def _check(self) -> None:
-        """Raises ValueError for inconsistent tensors; callers of an op leave that to the op."""
         offsets, rows, device = self.cu_nodes.shape, self.parents.shape, self.cu_nodes.device
         if len(offsets) != 1 or offsets[0] < 1:
             raise ValueError(f"cu_nodes: expected shape [B + 1], got {list(offsets)}")
@@ -258,8 +256,8 @@ class TreeBatch:
         """Returns the trees of all `batches`, at least one, in order: a batch of B_1 + B_2 + ... trees in new tensors.
 
         max_nodes and max_depth are the largest of the batches'. Only the last batch may have padding rows (`narrow`
-        drops them); on a GPU, where this is not checked, such rows become unreachable nodes of the preceding tree.
-        Raises ValueError for no batch, misplaced padding, batches on different devices, or inconsistent tensors.
+        drops them), which is not checked on a GPU. Raises ValueError for no batch, misplaced padding, batches on
+        different devices, or inconsistent tensors.
         """
         if not batches:
             raise ValueError("batches: expected at least one, got none")
@@ -325,7 +323,6 @@ class TreeBatch:
         )
 
     def to(self, device: torch.device | str) -> TreeBatch:
-        """Returns the same batch on `device`."""
         return replace(self, **{name: getattr(self, name).to(device) for name in _TENSOR_FIELDS})
 
     def copy_(self, other: TreeBatch) -> TreeBatch:
@@ -370,16 +367,16 @@ _TENSOR_FIELDS = [field.name for field in fields(TreeBatch) if field.name not in
 
 
 def build_trees(parents: Tensor, cu_nodes: Tensor, *, max_nodes: int, max_depth: int) -> TreeBatch:
-    """Links a ragged batch of trees on the device of `parents`, without synchronising.
+    """Links a ragged batch of trees on their device, without synchronising.
 
     Args:
         parents: int32 [N], local indices: -1 at each tree's node 0, else 0 <= parents[i] < i.
         cu_nodes: int32 [B + 1], first 0; rows past cu_nodes[B] are padding.
         max_nodes, max_depth: bounds of one tree, 1..1024 nodes; they fix the widths of mask and verdict.
 
-    A malformed tree sets valid[b] = False: a parent out of range or not smaller than its node, a root whose parent is
-    not -1, a second root, more than max_nodes nodes, a node deeper than max_depth, or no node at all. Such a node and
-    its descendants are unreachable: depth -1, an empty mask row, no link to them.
+    A malformed tree sets valid[b] = False: a parent not in 0..i - 1, a root whose parent is not -1, more than max_nodes
+    nodes, a node deeper than max_depth, or no node at all. Such a node and its descendants are unreachable: depth -1,
+    an empty mask row, no link to them.
 
         for i, p in enumerate(parents_of_tree):
             if i == 0: depth, mask = 0, {0}
@@ -398,7 +395,7 @@ def build_trees(parents: Tensor, cu_nodes: Tensor, *, max_nodes: int, max_depth:
 
 
 def mask_words(mask: Tensor, cu_nodes: Tensor | None = None, *, max_nodes: int | None = None) -> Tensor:
-    """Packs masks of booleans or of biases into the words that `tree_attention` takes, on their device, without a copy.
+    """Packs masks of booleans or of biases into the words that `tree_attention` takes.
 
     Args:
         mask: bool (True is seen), or float32, float16 or bfloat16 (values above -10000, as the dtype rounds it, are
@@ -414,8 +411,8 @@ def mask_words(mask: Tensor, cu_nodes: Tensor | None = None, *, max_nodes: int |
         for row, b in rows of each sequence:
             for j in range(min(size of tree b, max_nodes)): bit(words[row], j) = seen(mask[row, cu_nodes[b] + j])
 
-    Raises ValueError for wrong shapes, dtypes or devices; with PAGEDTREE_CHECK=1 also for biases other than 0 that are
-    seen, which bits cannot express, and for trees of more than max_nodes nodes.
+    Raises ValueError for wrong shapes, dtypes or devices; with PAGEDTREE_CHECK=1 also for seen biases other than 0, and
+    for trees of more than max_nodes nodes.
     """
     expect_type("mask", mask, Tensor)
     return call(ops.mask_words, mask, cu_nodes, max_nodes=max_nodes)

@@ -32,7 +32,7 @@ def choose_tree(
             first choice. Or [D, R], one row per depth, the root's children first; then D bounds the depth. A row sums
             to at most 1.
         step_cost: seconds of a step in which the target verifies a tree of that many nodes, the root included. A size
-            counts as at least as expensive as any smaller size, because measured costs are noisy.
+            counts as at least as expensive as any smaller size.
         max_nodes: most nodes, the root included, 1..1024.
         max_depth: most levels below the root.
         level_cost: additional seconds per level.
@@ -43,8 +43,8 @@ def choose_tree(
             rate = expected_tokens(tree, acceptance) / (step_cost(tree.num_nodes) + level_cost * tree.max_depth)
         return the tree of the greatest rate, the smallest one if several have it
 
-    Raises ValueError for probabilities outside 0..1 or rows that sum to more than 1, bounds outside 1..1024, and a cost
-    that is not positive and finite; TypeError for wrong types.
+    Raises ValueError for probabilities outside 0..1 or rows that sum to more than 1, wrong bounds, and a cost that is
+    not positive and finite; TypeError for wrong types.
     """
     levels = _levels(acceptance, min(max_depth, MAX_NODES))
     if not callable(step_cost):
@@ -86,7 +86,6 @@ def expected_tokens(tree: DraftTree, acceptance: Sequence[float] | Sequence[Sequ
 
 
 def _levels(acceptance: Sequence[float] | Sequence[Sequence[float]] | np.ndarray, max_depth: int) -> np.ndarray:
-    """Returns [D, R], at most max_depth rows."""
     if max_depth < 1:
         raise ValueError(f"max_depth: expected at least 1, got {max_depth}")
     try:

@@ -1,4 +1,4 @@
-"""Fixtures that the tests of several adapters share."""
+"""Fixtures of several adapters."""
 
 from __future__ import annotations
 

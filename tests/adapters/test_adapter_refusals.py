@@ -1,4 +1,4 @@
-"""What the adapters' functions refuse: valid calls with other arguments, which write nothing and say what is wrong."""
+"""Adapters refuse wrong arguments in valid calls by name and write nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from step_case import int32
 INTEGERS = torch.zeros(2, 3, dtype=torch.int64)
 SHAPE = "expected shape"
 NO = "not supported.*"
-# The call, what it is given instead, and how the refusal reads.
+# The call, its wrong arguments, and the refusal.
 Row = tuple[str, dict[str, Any], str]
 WRONG: list[Row] = [
     ("sglang_verify_greedy", {"predicts": int32([0] * 7)}, "predicts: expected at least 8 elements"),

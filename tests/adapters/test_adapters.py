@@ -1,4 +1,4 @@
-"""What holds for every adapter: it imports without the packages it stands for, and does not wait for the device."""
+"""Every adapter imports without its engine and never waits for the device."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ for _ in range(2):
 
 @pytest.mark.parametrize(
     "adapters",
-    # The core suite's tests of transformers import it where the other engines are not installed.
+    # Tests of transformers import it where other engines are absent.
     [pytest.param(ADAPTERS, id="without"), pytest.param(["transformers"], id="with", marks=pytest.mark.slow)],
 )
 def test_adapters_import_alone(adapters: list[str]) -> None:
-    """The package needs no engine, and an adapter no other engine than its own. Forgotten, it can be imported anew."""
+    """A forgotten adapter can be imported again."""
     if "transformers" in adapters:
         pytest.importorskip("transformers")
     subprocess.run([sys.executable, "-c", IMPORTS, *adapters], check=True)
@@ -72,7 +72,7 @@ def functions() -> Iterator[Any]:
 
 @pytest.mark.parametrize("function", list(functions()))
 def test_each_argument_is_read_or_a_hint(function) -> None:
-    """What is read is served or refused by name; what is not read is in the docstring, or among the hints, by name."""
+    """An unread argument is in the docstring or among the hints."""
     body = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0].body  # type: ignore[attr-defined]
     names = {node.id for statement in body for node in ast.walk(statement) if isinstance(node, ast.Name)}
     unread = {*inspect.signature(function).parameters}.difference(names, paged.HINTS, mla.HINTS, {"self"})
@@ -80,7 +80,7 @@ def test_each_argument_is_read_or_a_hint(function) -> None:
     assert unread <= set(re.findall(r"\w+", " ".join(text)))
 
 
-# Valid calls of these that depend on no value of a tensor, and what they are given instead.
+# Arguments that depend on no value of a tensor.
 INTEGERS = torch.zeros(2, 4, dtype=torch.int64)
 LENS, ROTARY = INTEGERS.int()[:, 0], torch.zeros(2, 9, 16)
 CALLS: list[tuple[str, dict[str, Any]]] = [
@@ -104,7 +104,7 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "change"), CALLS)
 def test_nothing_is_read_on_the_host(name, change) -> None:
-    """Fake tensors have no values: whoever reads one on the host, or needs one for a size, fails."""
+    """Fake tensors have no values, so a read on the host fails."""
     call = calls.make(name)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         call.function(**calls.mapped({**call.arguments, **change}, mode.from_tensor))
@@ -128,7 +128,7 @@ def test_values_that_the_adapters_make_pass_the_checks(value_checks, on_device) 
         probs = torch.full((2, n + 1, 5), 0.2)
         drafts = torch.zeros(2, n, dtype=torch.int64)
         tokens = flashinfer.chain_speculative_sampling(probs[:, :n], drafts, probs)[0]
-        assert tokens[:, :n].eq(0).all() and tokens[:, n].ge(0).all()  # equal distributions: all drafts are accepted
+        assert tokens[:, :n].eq(0).all() and tokens[:, n].ge(0).all()  # equal distributions accept all drafts
     device = pool.device
     for name in ("sglang_build_tree", "sglang_verify_greedy", "sglang_sampling"):
         calls.make(name).mapped(lambda tensor: tensor.to(device)).results()

@@ -1,4 +1,4 @@
-"""Every causal architecture of transformers: the text of `generate` is the model's own, or the refusal says why."""
+"""Every causal architecture of transformers: `generate` returns the model's own text, or a reasoned refusal."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from pagedtree.integrations.transformers.tensor_parallel import _repeat_kv_heads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# Layers with and without a window, windows that only the masks have, and what most others are like.
+# Layers with and without a window, windows that only masks have, common architectures.
 WINDOWS = [name for name in ("exaone4", "exaone_moe", "kolibri1", "phimoe", "qwen2_moe") if name in NAMES and IS_5]
 SERVED = [*WINDOWS, *(name for name in ("exaone4", "gemma2", "phi3", "gpt2") if name not in WINDOWS)]
-SERVED += [name for name in ("gemma4_text",) if name in NAMES]  # heads of 512 columns beside others
+SERVED += [name for name in ("gemma4_text",) if name in NAMES]  # heads of 512 columns among others
 INTERFACE = "expected layers that use transformers' attention interface, .* has its own"
 REFUSED = {
     "bart": "expected a forward that takes position_ids, that of BartForCausalLM does not",
@@ -53,7 +53,7 @@ def test_text_is_that_of_the_model(name):
 
 
 def test_layers_that_share_keys():
-    """Layers hand keys to others: in transformers 5.23 from layer to layer, in 5.17 and before by way of its cache."""
+    """transformers 5.23 shares keys between layers, 5.17 through its cache."""
     by_cache = any(hasattr(module, "kv_shared_layer_index") for module in tiny_model("gemma3n_text").modules())
     shared = "refused: model: expected layers that share keys without transformers' cache" if by_cache else "same"
     assert outcome("gemma3n_text").startswith(shared)
@@ -62,7 +62,7 @@ def test_layers_that_share_keys():
 @pytest.mark.skipif(not IS_5, reason="transformers 4.57 writes some of them otherwise")
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name(name):
-    """Refused as a target and as a draft model, and before the first pass where no pass is needed to see it."""
+    """Models are refused before the first pass wherever that suffices."""
     refused, prompts = tiny_model(name), prompts_of(LENGTHS)
     passes = []
     refused.register_forward_pre_hook(lambda *_: passes.append(1))
@@ -77,7 +77,6 @@ def test_refused_by_name(name):
     "name", [pytest.param(name, marks=pytest.mark.slow if i > 1 else []) for i, name in enumerate(WINDOWS)]
 )
 def test_other_ways_to_generate(name):
-    """`model.generate` on our attention and `custom_generate` give the model's own text."""
     served, prompts = tiny_model(name), [prompt.clamp(min=4) for prompt in prompts_of(LENGTHS)]
     expected = [greedy(served, prompt) for prompt in prompts]
     texts = {"custom_generate": [greedy(served, prompt, custom_generate=tree_generate) for prompt in prompts]}
@@ -96,7 +95,7 @@ ROPES = {
 
 
 def rotated(name):
-    """A model whose rotary frequencies change after 40 tokens."""
+    """Makes a model whose rotary frequencies change after 40 tokens."""
     rope, longest = {"rope_type": name, **ROPES[name]}, 128 if name == "longrope" else LIMIT + 1
     sizes = {"original_max_position_embeddings": LIMIT, "max_position_embeddings": longest}
     return tiny(0, rope_theta=1e3, rope_scaling=rope, **sizes)
@@ -107,11 +106,11 @@ BELOW, ABOVE = (5, 17, 1 + LIMIT - COUNT), (41, 50, 44)
 
 @pytest.mark.parametrize(("name", "lengths"), [("longrope", BELOW), ("dynamic", BELOW), ("longrope", ABOVE)])
 def test_frequencies_of_one_side(name, lengths):
-    """With prompts in chunks, sequences that are read again, and nodes that would be past the limit."""
+    """Chunks, evictions, and nodes past the limit leave the text unchanged."""
     model, prompts = rotated(name), prompts_of(lengths)
     expected = [greedy(model, prompt, COUNT) for prompt in prompts]
     assert max(map(len, expected)) - 1 == LIMIT or lengths is ABOVE
-    greedy(model, prompts_of([70])[0], 2)  # leaves the frequencies of a long text
+    greedy(model, prompts_of([70])[0], 2)  # sets the frequencies of a long text
     for drafter in (None, NgramDrafter(8), ModelDrafter(model, depth=3)):
         for options in ({"n": 2}, {"num_pages": 12, "page_size": 8}):
             options = {"drafter": drafter, "max_new_tokens": COUNT, "max_batch_tokens": 32, **options}
@@ -129,7 +128,7 @@ MIXED = [
 
 @pytest.mark.parametrize(("name", "lengths", "message"), MIXED)
 def test_frequencies_that_would_change_are_refused(name, lengths, message, monkeypatch):
-    """Except in a draft model, whose drafts change no text."""
+    """Draft models are exempt: their drafts change no text."""
     model, other, prompts = rotated(name), tiny(0), prompts_of(lengths)
     texts, _ = generate(other, prompts, drafter=ModelDrafter(model), max_new_tokens=COUNT)
     assert lists(texts) == [greedy(other, prompt, COUNT) for prompt in prompts]
@@ -149,7 +148,7 @@ def test_limits_of_several_layers():
     model.config.rope_parameters = {"full_attention": first, "other": other}
     for rope, is_recurrent, message in (
         ({}, False, "at most 41 tokens, or only prompts of more than 50, "),
-        ({"original_max_position_embeddings": 9}, True, "at most 10 tokens, as"),  # a pass ends where outcomes part
+        ({"original_max_position_embeddings": 9}, True, "at most 10 tokens, as"),  # a pass ends where outcomes diverge
         ({"rope_type": "dynamic"}, False, "at most 41 tokens, as"),
     ):
         other.update(rope)
@@ -177,7 +176,7 @@ def test_masks_that_a_packed_pass_knows(window):
     full = masks.of_layers(causal_mask_function, None)
     cut = masks.of_layers(sliding_window_causal_mask_function(window), window)
     assert (masks.window_of(full), masks.window_of(cut), masks.has_windows) == (0, window, True)
-    assert masks.window_of(cut[:, :, :, :7]) == window  # as some layers cut it
+    assert masks.window_of(cut[:, :, :, :7]) == window  # as some layers slice it
     for other in (None, cut.clone(), masks.tokens, cut.float(), cut[0] | cut):
         with pytest.raises(
             ValueError, match=r"attention_mask of transformers to the attention as it is, got (none|another)"
@@ -187,7 +186,7 @@ def test_masks_that_a_packed_pass_knows(window):
 
 @pytest.mark.parametrize("window", [2, 9, 4096])
 def test_masks_that_a_packed_pass_does_not_know(window):
-    """Chunks, everything, blocks that are looked up by token, and a window beside the first key."""
+    """Chunks, full visibility, blocks from a table, and a window plus the first key are unknown."""
     block_ids = torch.arange(3)
     chunks = sliding_window_causal_mask_function(window)
     chunks = and_masks(chunks, lambda b, h, q, kv: kv // window == q // window)
@@ -206,7 +205,6 @@ def test_masks_that_a_packed_pass_does_not_know(window):
 
 
 def test_a_layer_that_sees_another_mask_is_refused():
-    """A layer that hands on the mask with a bias of its own is refused."""
     biased = tiny(0)
     attention = biased.model.layers[1].self_attn
     attention.register_forward_pre_hook(
@@ -219,7 +217,7 @@ def test_a_layer_that_sees_another_mask_is_refused():
 
 @pytest.mark.skipif("gemma4_text" not in NAMES, reason="transformers 4.57 has no such model")
 def test_heads_that_differ_from_layer_to_layer_are_not_repeated():
-    """More ranks than key and value heads; before anything is changed."""
+    """The refusal comes before any change."""
     with pytest.raises(ValueError, match=r"heads of each layer.*, got 2 for .* of \[\(2, 1, 64\), \(2, 1, 512\)\]"):
         _repeat_kv_heads(tiny_model("gemma4_text"), 2)
 
@@ -227,7 +225,7 @@ def test_heads_that_differ_from_layer_to_layer_are_not_repeated():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_architecture(name):
-    """The outcome is the one that the documents tell; `python tests/architecture_case.py` keeps new ones."""
+    """Outcomes are the documented ones; `python tests/architecture_case.py` records new ones."""
     got, record = outcome(name), json.loads(KEPT.read_text(encoding="utf-8"))
     if transformers.__version__ == record["transformers"]:
         assert got == record["outcomes"][name]

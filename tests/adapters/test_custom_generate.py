@@ -1,4 +1,4 @@
-"""`model.generate(**OURS)`: the text, or the distribution, is that of `model.generate` alone."""
+"""`model.generate(**OURS)` returns the text, or the distribution, of `model.generate` alone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def batch():
-    """Three prompts of 12, 4 and 1 tokens, padded at the left."""
+    """Prompts of 12, 4 and 1 tokens, padded at the left."""
     torch.manual_seed(1)
     input_ids = torch.randint(1, VOCAB, (3, 12))
     mask = torch.ones_like(input_ids)
@@ -131,7 +131,7 @@ def test_the_distribution_is_that_of_transformers(model, batch, filters, monkeyp
 
 
 def test_drawn_tokens_follow_the_distribution(model, batch):
-    """Two tokens of one prompt, drawn 3000 times with drafts: chi-square against the model's own probabilities."""
+    """3000 draws of two tokens pass a chi-square test."""
     prompt, draws = batch["input_ids"][:1], 3000
     torch.manual_seed(0)
     ours = {**OURS, "drafter": NgramDrafter(4), "max_batch_tokens": 1 << 16}
@@ -149,7 +149,7 @@ def test_drawn_tokens_follow_the_distribution(model, batch):
             observed = int(counts[(pairs == torch.stack([token, other])).all(1)].sum())
             statistic, cells = statistic + (observed - expected) ** 2 / expected, cells + 1
             counts = counts.masked_fill((pairs == torch.stack([token, other])).all(1), 0)
-    assert cells == 16 and int(counts.sum()) == 0  # nothing else came up
+    assert cells == 16 and int(counts.sum()) == 0  # no other pair was drawn
     assert statistic < 15 + 5 * 30**0.5
 
 
@@ -181,7 +181,7 @@ def test_what_drafts_cannot_be_verified_under_is_refused(model, batch, options, 
 
 
 def test_what_transformers_keeps_for_its_own_loops(model, batch):
-    """A streamer acts, also for a function around ours, and ends after a refusal; others are refused."""
+    """Streamers work and end after a refusal; other objects are refused."""
 
     def run(custom, **kept):
         streamers.append(transformers.TextIteratorStreamer(words(VOCAB), skip_prompt=True, timeout=5))
@@ -199,7 +199,7 @@ def test_what_transformers_keeps_for_its_own_loops(model, batch):
 
 
 def test_text_alone_of_a_vision_model(batch):
-    """transformers makes empty outputs of the vision encoder then."""
+    """transformers then makes empty outputs of the vision encoder."""
     vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
     config = transformers.LlavaConfig(text_config=tiny(0).config.to_dict(), vision_config=vision)
     model = transformers.LlavaForConditionalGeneration(config).eval()
@@ -208,7 +208,7 @@ def test_text_alone_of_a_vision_model(batch):
 
 
 def test_stop_strings(model, batch, tmp_path, monkeypatch):
-    """transformers hands no tokenizer to a decoding loop: it has another name, but for a function from a folder."""
+    """transformers passes no tokenizer to decoding loops, except to a folder's function, so it has another name."""
     tokenizer = words(VOCAB)
     options = {**batch, **GREEDY}
     expected = model.generate(**options)
@@ -230,7 +230,7 @@ def test_stop_strings(model, batch, tmp_path, monkeypatch):
 
 
 def test_loaded_from_a_folder(model, batch, tmp_path, monkeypatch):
-    """transformers copies the file where its modules lie, and asks whether to trust it."""
+    """transformers copies the file and asks for trust."""
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
     options = {**batch, **GREEDY}
     load = {"custom_generate": str(EXAMPLES), "trust_remote_code": True}

@@ -1,4 +1,4 @@
-"""FlashAttention's functions on pagedtree, against dense attention of each sequence by itself."""
+"""FlashAttention's functions on pagedtree, against dense attention of each sequence alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def queries(*shape: int, dtype: torch.dtype, dim: int = DIM) -> Tensor:
 
 
 def mask_of(n: int, s: int, is_causal: bool, left: int = -1, right: int = -1) -> Tensor:
-    """Bottom right aligned, by FlashAttention's definition; if causal nothing to the right is seen."""
+    """Builds FlashAttention's bottom-right aligned mask."""
     query, key = torch.arange(n)[:, None] + s - n, torch.arange(s)
     mask = key <= query if is_causal else torch.ones(n, s, dtype=torch.bool)
     mask = mask & (key <= query + right) if right >= 0 and not is_causal else mask
@@ -38,7 +38,7 @@ def expected(q: list[Tensor], k: list[Tensor], v: list[Tensor], masks: list[Tens
 # flash_attn_with_kvcache ----------------------------------------------------------------------------------------------
 
 
-# causal, and how many keys to both sides
+# causal, and window to both sides
 SEES = [(True, (-1, -1)), (True, (0, -1)), (True, (6, 0)), (True, (3, 5)), (False, (-1, -1))]
 SEES += [(False, window) for window in ((3, 2), (0, 4), (5, -1), (-1, 3), (90, 90))]
 DIMS = [(DIM, DIM), (192, 128)]  # of K and V
@@ -50,12 +50,12 @@ DIMS = [(DIM, DIM), (192, 128)]  # of K and V
 @pytest.mark.parametrize("dims", DIMS)
 @pytest.mark.parametrize(("n", "m"), [(1, 0), (1, 1), (4, 4), (2, 5), (5, 2), (12, 0)])
 def test_paged_cache(backend, dtype, is_causal, window_size, page_size, dims, n, m) -> None:
-    """Of which the last m rows of each sequence are appended; some have fewer keys than queries."""
+    """Some sequences have fewer keys than queries."""
     lens = [37, m, 7 + m, 67]
     paged = Pages.random(lens, page_size, KV_HEADS, dims[0], dtype, dim_v=dims[1])
     q = queries(4, n, dtype=dtype, dim=dims[0])
     caches, table = [paged.k_cache.clone(), paged.v_cache.clone()], paged.table()
-    for b, s in enumerate(lens):  # the new rows are not there yet
+    for b, s in enumerate(lens):  # the new rows are absent
         for position in range(s - m, s):
             for cache in caches:
                 cache[table[b, position // page_size], position % page_size] = torch.nan
@@ -74,7 +74,7 @@ def test_paged_cache(backend, dtype, is_causal, window_size, page_size, dims, n,
 
 
 def test_latent_cache() -> None:
-    """One row is key and, its first 512 columns, value."""
+    """The first 512 columns of a key are its value."""
     paged, q = Pages.random([37, 8], 16, 1, 576, torch.float32), queries(2, 3, dtype=torch.float32, dim=576)
     form = {"cache_seqlens": torch.tensor([37, 8], dtype=torch.int32), "block_table": paged.table()}
     caches = paged.k_cache, paged.k_cache[..., :512]
@@ -94,12 +94,12 @@ def test_cache_without_pages(backend, dtype) -> None:
     out = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=6, causal=True)
     rows = [[cache[b, :6] for b in range(3)] for cache in (k_cache, v_cache)]
     close(out, torch.stack(expected(list(q), *rows, [mask_of(2, 6, True)] * 3)[0]))
-    # Appended past the end of the cache: skipped, the other sequences untouched.
+    # Appends past the cache's end are skipped.
     before, new = big.clone(), torch.ones(3, 2, KV_HEADS, DIM, dtype=dtype)
     flash_attn_with_kvcache(q, k_cache, v_cache, new, new, cache_seqlens=8, causal=True)
     before[:, :3, 8, 1:] = 1
     assert torch.equal(big, before)
-    # The window counts from the last key that is there.
+    # The window counts from the last present key.
     out = flash_attn_with_kvcache(q, k_cache, v_cache, new, new, cache_seqlens=8, window_size=(2, 3))
     rows = [[cache[b] for b in range(3)] for cache in (k_cache, v_cache)]
     close(out, torch.stack(expected(list(q), *rows, [mask_of(2, 9, False, 2, 3)] * 3)[0]))
@@ -116,7 +116,7 @@ def test_no_sequence_and_no_query(backend, dtype) -> None:
 
 
 def rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """x [n, H, D] with its first columns rotated; cos and sin [P, half]."""
+    """Rotates the first columns of x [n, H, D] by cos and sin [P, half]."""
     cos, sin, half = cos[positions, None].float(), sin[positions, None].float(), cos.shape[1]
     front, out = x[..., : 2 * half].float(), x.clone()
     if interleaved:
@@ -150,7 +150,7 @@ def test_rotary(backend, dtype, interleaved, n, m, is_causal) -> None:
 
 
 def test_call_form_of_flash_attention_3(backend, dtype) -> None:
-    """Ragged queries and new keys, a page_table, hints, and scales of an fp8 cache expanded over the batch."""
+    """Ragged queries and keys, hints, and fp8 scales expanded over the batch."""
     lens, lens_q, news = [30, 9, 4], [4, 1, 0], [4, 0, 2]
     paged, q = Pages.random(lens, 16, KV_HEADS, DIM, dtype), queries(5, dtype=dtype)
     new = [torch.cat([rows[len(rows) - m :] for rows, m in zip(x, news, strict=True)]) for x in (paged.k, paged.v)]

@@ -1,4 +1,4 @@
-"""FlashInfer's paged form and masks over tree_attention, against dense attention of each sequence by itself."""
+"""FlashInfer's paged form and masks over tree_attention, against dense attention of each sequence alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HEADS, KV_HEADS, DIM = 4, 2, 64
 
 
 class Batch:
-    """Random sequences in FlashInfer's form; `kv_cache` as one tensor or two, in either layout."""
+    """Random sequences in FlashInfer's form, in one tensor or two of either layout."""
 
     def __init__(
         self, lens: list[int], queries: list[int], page_size: int, dtype, layout="NHD", form=1, dims=(DIM, DIM)
@@ -53,7 +53,7 @@ class Batch:
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """The first arguments of plan()."""
+        """Returns the first arguments of plan()."""
         rows = self.qo_indptr, self.indptr, self.indices, self.last_page_len
         return *rows, HEADS, KV_HEADS, self.dim, self.page_size
 
@@ -92,7 +92,7 @@ def test_page_table() -> None:
     table, lens = page_table(int32([0, 2]), int32([7, 3]), int32([1]), 16, max_pages=4)
     assert table.tolist() == [[7, 3, -1, -1]]
     assert page_table(int32([0]), int32([]), int32([]), 16, max_pages=0)[0].shape == (0, 0)
-    assert page_table(int32([0, 3]), int32([5]), int32([1]), 1)[0].tolist() == [[5]]  # more than there are
+    assert page_table(int32([0, 3]), int32([5]), int32([1]), 1)[0].tolist() == [[5]]  # more pages than exist
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -116,7 +116,6 @@ def tree_batch(dtype, sizes=(7, 1, 33, 0), prefixes=(12, 0, 30, 5), page_size=8)
 
 
 def packed(sees: list[Tensor]) -> Tensor:
-    """As numpy packs each sequence's bits."""
     parts = [np.packbits(seen.flatten().cpu().numpy(), bitorder="little") for seen in sees]
     return placed(torch.from_numpy(np.concatenate(parts)))
 
@@ -133,7 +132,7 @@ def test_tree_masks(backend, dtype, mask) -> None:
 
 
 def test_any_pattern(backend, dtype) -> None:
-    """Also of more queries than keys, and rows that see nothing."""
+    """Some sequences have more queries than keys, some rows no visible key."""
     batch = Batch([6, 9, 3], [6, 4, 6], 4, dtype)
     generator = torch.Generator().manual_seed(0)
     rows = zip(batch.queries, batch.lens, strict=True)
@@ -195,7 +194,7 @@ def test_older_names_of_plan_and_run(backend, dtype) -> None:
     close(out, expected)
     torch.testing.assert_close(found, lse / math.log(2), atol=2e-3, rtol=2e-3)
     assert torch.equal(wrapper.forward(*inputs), full) and not torch.equal(full, out)
-    narrow = wrapper.forward(*inputs, causal=True, window_left=0)  # each row is the value of its own key
+    narrow = wrapper.forward(*inputs, causal=True, window_left=0)  # each row returns its key's value
     assert torch.equal(narrow[4], batch.paged.v[0][36].repeat_interleave(2, 0))
     with pytest.raises(NotImplementedError, match="pos_encoding_mode"):
         wrapper.forward(*inputs, pos_encoding_mode="ROPE_LLAMA")
@@ -242,7 +241,7 @@ def test_masks_there_and_back() -> None:
 
 @pytest.mark.parametrize(("lens", "queries", "tree_lens"), [([14], [2], [5]), ([14, 6], [3, 2], [0, 0])])
 def test_rectangular_masks(backend, dtype, lens, queries, tree_lens) -> None:
-    """Two queries of a tree of five; and words that cover none of the keys: every query sees every key."""
+    """Two queries of a tree of five; words without keys, which make all visible."""
     batch = Batch(lens, queries, 4, dtype)
     sees = [torch.ones(n, s, dtype=torch.bool) for n, s in zip(queries, lens, strict=True)]
     if any(tree_lens):
@@ -271,8 +270,6 @@ def test_masks_that_are_refused() -> None:
 
 
 class LargestStorage(TorchDispatchMode):
-    """Bytes of the largest storage that an op returned."""
-
     bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -284,7 +281,7 @@ class LargestStorage(TorchDispatchMode):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_offsets_of_queries_that_are_not_there(causal) -> None:
-    """They are refused by name before anything of their size is allocated."""
+    """Such offsets are refused before an allocation of their size."""
     batch = Batch([3, 5], [1, 2], 4, torch.float32)
     largest = LargestStorage()
 

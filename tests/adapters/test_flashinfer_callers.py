@@ -1,4 +1,4 @@
-"""What callers of FlashInfer use beside prefill and masks: merging, latent caches, lengths."""
+"""FlashInfer's merging, latent caches and lengths."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ QUERIES, HEADS, PAGE = [5, 3], 4, 4
 
 
 def paged_form(pages: Pages, lens: list[int], page_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """indptr, indices and last_page_len."""
+    """Returns indptr, indices and last_page_len."""
     last = [(s - 1) % page_size + 1 if s else 0 for s in lens]
     return offsets([len(p) for p in pages.pages]), int32([page for p in pages.pages for page in p]), int32(last)
 
 
 def test_merging(backend, dtype) -> None:
-    """Parts of the keys, joined, are attention over all of them."""
+    """Merged parts of the keys equal attention over all."""
     generator = torch.Generator().manual_seed(3)
     q, k, v = (placed(torch.randn(s, 2, 64, generator=generator, device="cpu").to(dtype)) for s in (5, 30, 30))
     everything, lse = dense_attention(q, k, v, torch.ones(5, 30, dtype=torch.bool))
@@ -72,7 +72,7 @@ def test_latent_caches(on_device, backend, is_causal) -> None:
     with pytest.raises(RuntimeError, match=r"plan\(\)"):
         wrapper.run(q[..., :512], q[..., 512:], *[pages.k_cache[:, :, 0]] * 2)
     wrapper.plan(*plan, dtype, dtype)
-    # One tensor seen as two is read where it is; the append goes to the parts.
+    # Two views of one tensor are read in place, and written by the append.
     pool = torch.full_like(pages.k_cache[:, :, 0], torch.nan)
     ckv, kpe = pool[..., :512], pool[..., 512:]
     rows = torch.cat(pages.k)[:, 0]

@@ -1,4 +1,4 @@
-"""chain_speculative_sampling with FlashInfer's conventions: its example, plain loops, how its output is distributed."""
+"""chain_speculative_sampling in FlashInfer's conventions: its example, plain loops, the output's distribution."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def random_distributions(rng: np.random.Generator, *shape: int) -> Tensor:
 
 
 def random_chains(vocab: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Distributions of drafts and targets, and drafts, of 50 chains of 4."""
+    """Returns draft and target distributions and drafts of 50 chains of 4."""
     rng = np.random.default_rng(0)
     target = random_distributions(rng, 50, 5, vocab)
     return random_distributions(rng, 50, 4, vocab), target, torch.randint(vocab, (50, 4))
@@ -60,7 +60,7 @@ def test_seeds() -> None:
 
 @pytest.mark.parametrize("vocab", [5, 41])
 def test_distribution_of_the_first_two_tokens(on_device, draws, vocab) -> None:
-    """Drafts drawn from their own distribution: what comes out first follows the target's, whatever is accepted."""
+    """First tokens follow the target's distribution, accepted or not."""
     rng = np.random.default_rng(vocab)
     count = draws(60_000)
     draft, target = random_distributions(rng, 2, vocab), random_distributions(rng, 3, vocab)

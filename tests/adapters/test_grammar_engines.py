@@ -1,4 +1,4 @@
-"""xgrammar and llguidance on draft trees: masks equal those of a matcher that follows one path, and nothing moves."""
+"""xgrammar and llguidance on draft trees: masks equal a matcher's on one path, and matchers do not advance."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FINITE = {"xgrammar": 'root ::= "ab" ("c" | "null") "12"', "llguidance": 'start:
 
 
 class Engine(NamedTuple):
-    """Matchers of one engine, by its own functions. Grammars are "letters", "json", or text in its own language."""
+    """Grammars are "letters", "json", or text in the engine's language."""
 
     name: str
     make: Callable[..., GrammarMatcher]
@@ -75,7 +75,7 @@ def llguidance_engine() -> Engine:
         eos_token_id, bos_token_id, tokens, special_token_ids = EOS, None, VOCAB, (EOS,)
 
         def __call__(self, text: bytes) -> list[int]:
-            # The longest token at each place: llguidance allows it alone where the grammar leaves no choice of bytes.
+            # The longest token at each place: llguidance allows it alone where the grammar determines the bytes.
             tokens: list[int] = []
             while text:
                 token = max((word for word in VOCAB if text.startswith(word)), key=len)
@@ -146,8 +146,8 @@ def test_masks(engine, grammar, vocab) -> None:
             for row in expected_rows(after, *parts, [EOS], vocab, len(VOCAB))
         ]
         assert [bits(row) for row in rows] == [*expected, *[set(range(vocab))] * 2]
-        assert len({frozenset(row) for row in expected}) > 3  # they do differ
-        # The same once more, and from the state they came in.
+        assert len({frozenset(row) for row in expected}) > 3  # masks differ
+        # Again, and from the initial state.
         assert torch.equal(rows, masks.fill(tokens, batch).result())
         vocabulary = set(range(min(vocab, len(VOCAB))))
         for text, row in zip(texts, masks.fill_next().result(), strict=True):
@@ -155,7 +155,7 @@ def test_masks(engine, grammar, vocab) -> None:
 
 
 def test_what_comes_after_commit(engine) -> None:
-    """The text grows by accepted drafts; masks are those of matchers that have seen all of it from the start."""
+    """Masks equal fresh matchers' of the whole text."""
     text, path = ids("{a"), ids("b:12}")
     with GrammarMasks([engine.behind("letters", text)], len(VOCAB)) as masks:
         trees = TreeBatch.from_trees([DraftTree.chain(2)])
@@ -166,7 +166,7 @@ def test_what_comes_after_commit(engine) -> None:
             assert bits(rows[1]) == (engine.after("letters", [*text, *path[: begin + 1]]) or {EOS})
             assert masks.advance(torch.tensor([[path[begin], -1]])) == [True]
         assert masks.advance([[EOS]]) == [True] and masks.is_terminated() == [True]
-        assert masks.advance([ids("}")]) == [True]  # what comes behind the end is ignored
+        assert masks.advance([ids("}")]) == [True]  # tokens after the end are ignored
         assert bits(masks.fill_next().result()[0]) == {EOS}
 
 
@@ -181,21 +181,21 @@ def test_a_refused_token_changes_nothing(engine) -> None:
 
 
 def test_the_end(engine) -> None:
-    """A finite grammar: where it has ended the stop token alone, and nothing is known of what is below."""
+    """A finished grammar allows the stop token alone."""
     tree = DraftTree([-1, 0, 1, 2, 3, 2, 0])
     tokens = [-1, VOCAB.index(b"c"), VOCAB.index(b"12"), EOS, EOS, ids("a")[0], EOS]
     grammar = FINITE[engine.name]
     matcher = engine.behind(grammar, [VOCAB.index(b"ab")])
     rows = GrammarMasks([matcher], len(VOCAB)).fill(torch.tensor(tokens), TreeBatch.from_trees([tree])).result()
     every = set(range(len(VOCAB)))
-    # llguidance's has ended at once where no token but the end can follow.
+    # llguidance ends at once where only the stop token can follow.
     below = {EOS} if engine.name == "xgrammar" else every
     after_c = engine.after(grammar, [VOCAB.index(b"ab"), VOCAB.index(b"c")])
     assert tokens[2] in after_c
     assert [bits(row) for row in rows][1:] == [after_c, {EOS}, below, every, every, every]
 
 
-# What is xgrammar's own -----------------------------------------------------------------------------------------------
+# xgrammar alone -------------------------------------------------------------------------------------------------------
 
 
 def test_no_stop_token_needed(engine, xgrammar) -> None:
@@ -223,7 +223,7 @@ def test_xgrammar_refuses(engine, xgrammar) -> None:
             XGrammarMatcher(matcher, wrong)
 
 
-# What is llguidance's own ---------------------------------------------------------------------------------------------
+# llguidance alone -----------------------------------------------------------------------------------------------------
 
 
 def test_llguidance_refuses(engine) -> None:
@@ -238,6 +238,6 @@ def test_llguidance_refuses(engine) -> None:
     with pytest.raises(ValueError, match=r"matcher: expected one without error, got \S"):
         engine.make("start: (")
     broken = engine.make("json")
-    broken.matcher.consume_token(VOCAB.index(b"}"))  # llguidance's own way to end in an error
+    broken.matcher.consume_token(VOCAB.index(b"}"))  # an error state of llguidance
     with pytest.raises(RuntimeError, match="llguidance: "):
         GrammarMasks([broken], len(VOCAB)).fill_next().result()

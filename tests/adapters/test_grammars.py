@@ -1,4 +1,4 @@
-"""`pagedtree.grammars` on a toy grammar: masks, threads, what advances and what stays."""
+"""`pagedtree.grammars` on a toy grammar: masks, threads, commits and refusals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagedtree.grammars import GrammarMasks, GrammarMatcher, TokenTree
 
 
 def parity_batch(rng: np.random.Generator, count: int, padding: int = 0):
-    """Matchers behind random texts, drafts, trees, and what the rows shall be for a vocabulary."""
+    """Returns matchers, drafts, trees, and a function from vocabulary size to expected rows."""
     trees = random_shapes(rng, count)
     texts = [random_text(rng, Parity.after, int(rng.integers(7))) for _ in trees]
     tokens = [random_drafts(rng, Parity.after, text, tree) for text, tree in zip(texts, trees, strict=True)]
@@ -45,12 +45,12 @@ def test_masks(vocab, threads) -> None:
                 assert [bits(row) for row in rows] == expected(vocab, without=3)
         assert [matcher.text for matcher in matchers] == before
         visited += sum(matcher.fills for matcher in matchers)
-    assert visited > (30 if vocab > 30 else 15)  # many paths go on
+    assert visited > (30 if vocab > 30 else 15)  # many paths continue
 
 
 def test_nodes_that_cannot_be_reached() -> None:
     # Wrong parents (two that Python counts from the end), a second root, too deep, past max_nodes; an empty tree; links
-    # that lead astray are not used.
+    # that mislead are unused.
     parents = [-1, 0, 7, -1, 1, 4, 5, 0, -11, -100, 0, *[-1, 0]]
     tokens = [5, 1, 1, 1, 2, 3, 4, 3, 2, 2, 5, *[5, 1]]
     offsets = torch.tensor([0, 11, 11, 13], dtype=torch.int32)
@@ -68,7 +68,7 @@ def test_nodes_that_cannot_be_reached() -> None:
 
 
 def test_drafts_of_other_vocabularies() -> None:
-    """What the grammar's or the logits' vocabulary lacks is no draft: the matcher never hears of it."""
+    """A token outside either vocabulary never reaches the matcher."""
 
     class Hears(Parity):
         def fill_tree(self, tree: TokenTree, mask: np.ndarray) -> None:
@@ -93,7 +93,7 @@ def test_no_sequence_and_no_node() -> None:
 
 
 def test_the_end_of_a_grammar() -> None:
-    # After 1, 2 the drafts: 0 (the end), 0 again, 3; beside it 3, 4.
+    # After 1, 2: drafts 0 (the end), 0, 3; on another branch 3, 4.
     trees = TreeBatch.from_trees([DraftTree([-1, 0, 1, 1, 0, 4])])
     tokens = torch.tensor([2, EOS, EOS, 3, 3, 4])
     masks = GrammarMasks([Parity([1, 2])], 40)
@@ -104,7 +104,7 @@ def test_the_end_of_a_grammar() -> None:
     assert masks.advance([[7]]) == [True] and masks.matchers[0].text == [1, 2, EOS]
     assert [bits(row) for row in masks.fill(tokens, trees).result()] == [{EOS}, *[every] * 5]
     assert bits(masks.fill_next().result()[0]) == {EOS}
-    # No token may follow, though the grammar has not ended: the stop token all the same.
+    # A grammar without a next token also allows the stop token.
     dead = Parity([1, 2, 1, 2, 1, 2, 1])
     assert not dead.allowed() and bits(GrammarMasks([dead], 40).fill_next().result()[0]) == {EOS}
 
@@ -128,7 +128,7 @@ def test_advance() -> None:
     assert masks.advance(verdict, torch.tensor([2, 4, 1], dtype=torch.int32)) == [True] * 3
     assert masks.advance(np.array([[], [], []]).tolist(), [1, -5, 3]) == [True] * 3
     assert [matcher.text for matcher in (matchers[0], matchers[2])] == [[1, 2, 3, 4], [1, 2, 5]]
-    # Nobody moves where one of them may not, and without strict only that one stays.
+    # A refused token stops all matchers, without strict its own.
     with pytest.raises(ValueError, match=r"tokens: expected what the grammars allow, got 4 as tokens\[2\]\[1\]"):
         masks.advance([[5], [], [6, 4]])
     assert matchers[0].text == [1, 2, 3, 4] and matchers[2].text == [1, 2, 5]
@@ -148,7 +148,7 @@ def test_close_lets_a_fill_end() -> None:
 
 
 def test_work_goes_on_beside_the_caller() -> None:
-    """Two sequences at once, on other threads than the caller's, which does not wait before `result`."""
+    """Threads fill two sequences at once, and only `result` waits."""
     go, together, threads = threading.Event(), threading.Barrier(2, timeout=30), set()
 
     def on_fill() -> None:

@@ -28,7 +28,7 @@ def test_examples_run(example, capsys) -> None:
 
 # TensorRT-LLM ---------------------------------------------------------------------------------------------------------
 
-# The first levels of the choices in TensorRT-LLM's Medusa example, and the paths that it makes of them.
+# The first choices of TensorRT-LLM's Medusa example, and its paths.
 CHOICES = [[0], [0, 0], [1], [0, 1], [2], [0, 0, 0], [1, 0], [0, 2]]
 LEAVES = [[0, 0, 0], [0, 1], [0, 2], [1, 0], [2]]
 PATHS = [[0, 1, 4, 8], [0, 1, 5, -1], [0, 1, 6, -1], [0, 2, 7, -1], [0, 3, -1, -1]]
@@ -79,7 +79,7 @@ def test_packed_masks_there_and_back(max_tokens) -> None:
 
 def test_token_pool(dtype) -> None:
     generator = seeded(0)
-    buffer = torch.randn(120, 5, 64, generator=generator).to(dtype)  # 2 heads of K, 2 of V, one that is not used
+    buffer = torch.randn(120, 5, 64, generator=generator).to(dtype)  # 2 heads of K, 2 of V, one unused
     index = torch.randperm(120, generator=generator)[:90].view(3, 30).int()
     k_cache, v_cache = lightllm.cache_views(buffer[:, :4], 2)
     assert k_cache.shape == v_cache.shape == (120, 1, 2, 64)

@@ -1,4 +1,4 @@
-"""The SGLang backend on objects with the attributes of SGLang's, against dense attention of each request by itself."""
+"""The SGLang backend on objects with SGLang's attributes, against dense attention of each request."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def layer_of(**options):
 
 
 class Server:
-    """Requests of which `news[b]` tokens are new, in a pool whose newest rows hold NaN until they are written."""
+    """The newest `news[b]` rows of the pool are NaN until written."""
 
     def __init__(
         self, lens: list[int], news: list[int], page_size: int, device, dtype, dims=(DIM, DIM), latent: bool = False
@@ -126,7 +126,7 @@ def test_extend(backend, device, dtype, page_size, known_on_host, dims) -> None:
 
 
 def test_latents(backend, device, dtype) -> None:
-    """Decoding, a prompt's second chunk and a tree, over DeepSeek's rows of 576 columns, of which 512 are the value."""
+    """Decoding, a second chunk and a tree over rows of 576 columns, 512 of them values."""
     n, prefixes = 5, [12, 0, 30]
     sees = [tree_sees(tree, p) for tree, p in zip(random_trees([n] * 3), prefixes, strict=True)]
     mask = torch.cat([seen[:, p:].flatten() for seen, p in zip(sees, prefixes, strict=True)])
@@ -143,7 +143,7 @@ def test_latents(backend, device, dtype) -> None:
 
 @pytest.mark.parametrize("known_on_host", [True, False])
 def test_prompts_of_latent_layers(backend, device, dtype, known_on_host) -> None:
-    """Without a prefix SGLang gives heads of 192 and 128 columns, which are not in the pool."""
+    """Without a prefix SGLang passes heads of 192 and 128 columns, which the pool lacks."""
     lens = [9, 1, 17]
     server = Server(lens, lens, 4, device, dtype, dims=(576, 512), latent=True)
     heads = Server(lens, lens, 4, device, dtype, dims=(192, 128))
@@ -164,7 +164,7 @@ def test_windows_caps_and_sinks(backend, device, dtype) -> None:
     out = server.run(
         Mode.EXTEND, layer=layer_of(sliding_window_size=6, logit_cap=2.5), options={"sinks": sinks.to(device, dtype)}
     )
-    sees = [causal(n, s, window=7) for n, s in zip(server.news, server.lens, strict=True)]  # 6 and the query's own
+    sees = [causal(n, s, window=7) for n, s in zip(server.news, server.lens, strict=True)]  # 6 and the query itself
     server.check(out, sees, softcap=2.5, sinks=sinks)
 
 
@@ -196,7 +196,7 @@ def test_target_verify(backend, device, dtype, page_size, layout, n) -> None:
 
 @pytest.mark.parametrize("kind", ["decode", "verify, full masks", "verify, qlen masks", "draft extend"])
 def test_captured_steps(backend, device, dtype, kind) -> None:
-    """A graph of four requests, replayed with three, two and none, which SGLang pads."""
+    """SGLang pads the replays of a graph for four requests with three, two and none."""
     n, prefixes = 1 if kind == "decode" else 5, [12, 0, 30]
     mode = Mode.DECODE if kind == "decode" else Mode.TARGET_VERIFY if "verify" in kind else Mode.EXTEND
     server = Server([p + n for p in prefixes], [n] * 3, 4, device, dtype)
@@ -255,9 +255,9 @@ def test_rows_that_were_written_before(backend, device, dtype) -> None:
 @pytest.mark.parametrize("topk", [1, 3])
 @pytest.mark.parametrize("known", ["on the host", "on the device", "to a graph"])
 def test_drafting_steps(backend, device, dtype, page_size, topk, known) -> None:
-    """Each branch sees the prefix and its own slots, those of the steps so far."""
+    """A branch attends to the prefix and its slots of earlier steps."""
     steps, prefixes = 4, [9, 0, 22]
-    # The slots of branches are laid behind the prefix, branch after branch.
+    # Slots of branches follow the prefix, branch by branch.
     server = Server([p + topk * steps for p in prefixes], [topk * steps] * 3, page_size, device, dtype)
     drafts = server.common["out_cache_loc"]
     lens = {"seq_lens": torch.tensor(prefixes, device=device), "seq_lens_cpu": None}

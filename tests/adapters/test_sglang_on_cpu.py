@@ -1,4 +1,4 @@
-"""What the SGLang adapter fills in on CPUs, without SGLang."""
+"""Functions that the SGLang adapter fills in on CPUs, without SGLang."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ def test_requests_that_sample_are_not_verified_greedily(monkeypatch) -> None:
     assert on_cpu.verify_uses_greedy(original, is_all_greedy=True, **ask)
     assert not on_cpu.verify_uses_greedy(original, is_all_greedy=False, **ask)
     assert on_cpu.verify_uses_greedy(original, is_all_greedy=False, is_cpu=False, is_hip=True)
-    assert utils.top_k_renorm_prob is len  # what is there stays
+    assert utils.top_k_renorm_prob is len  # existing functions stay
     assert utils.top_p_renorm_prob is on_cpu.top_p_renorm
     assert utils.tree_speculative_sampling_target_only is on_cpu.tree_speculative_sampling_target_only

@@ -1,4 +1,4 @@
-"""build_tree_kernel_efficient and move_kv_cache of the SGLang adapter: SGLang's published vectors, and plain loops."""
+"""build_tree_kernel_efficient and move_kv_cache, against SGLang's vectors and plain loops."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pagedtree.testing import backends
 
 FULL, QLEN, PACKED = TreeMaskMode
 
-# From SGLang's test_build_eagle_tree: two sequences, top 4 of 4 levels, the best 7 drafts of each.
+# From SGLang's test_build_eagle_tree: two sequences, top 4 of 4 levels, the best 7 drafts.
 EAGLE = {
     "parent_list": [
         [-1, 0, 1, 2, 3, 4, 8, 9, 10, 20, 24, 21, 28],
@@ -35,7 +35,7 @@ EAGLE = {
     "next_token": [[1, 3, 4, 5, 6, 7, -1, -1], [1, 2, -1, 6, -1, -1, 7, -1]],
     "next_sibling": [[-1, 2, -1, -1, -1, -1, -1, -1], [-1, -1, 3, 4, 5, -1, -1, -1]],
 }
-# From SGLang's test_build_eagle_tree_malformed: top 2 of 3 levels, 4 nodes. Parents may come after their children.
+# From SGLang's test_build_eagle_tree_malformed: top 2 of 3 levels, 4 nodes. Parents may follow their children.
 MALFORMED_SELECTED = [[4, 2, 0], [2, 4, 0]]
 MALFORMED = {
     "chain": [[0, 0, 2, 0, 0], [0, 4, 0, 0, 0]],
@@ -44,7 +44,7 @@ MALFORMED = {
     "own ancestor": [[0, 2, 2, 0, 0], [0, 4, 4, 0, 0]],
     "as deep as allowed": [[0, 0, 4, 2, 0], [0, 0, 2, 4, 0]],
 }
-# The expected levels, first children and next siblings of the last tree but one.
+# Expected levels, first children and next siblings of the last tree but one.
 OWN_ANCESTOR = [
     [[0, 3, 3, 1], [0, 3, 3, 1]],
     [[3, -1, 1, -1], [3, -1, 1, -1]],
@@ -54,7 +54,7 @@ OWN_ANCESTOR = [
 
 @pytest.fixture(params=[name for name in backends() if name != "simt"])
 def on_torch_device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """For tests of what Torch alone computes: makes tensors on each device, and calls no backend."""
+    """Makes tensors on each device, without a backend."""
     with torch.device(request.param):
         yield
 
@@ -64,7 +64,7 @@ def mask_width(n: int) -> int:
 
 
 def build(parent_list, selected, seq_lens, topk, depth, mode, *, dtype=torch.int64, spelling="retrive", spare=0):
-    """Runs the op on outputs that hold other values before: (mask, positions, index, next_token, next_sibling)."""
+    """Returns (mask, positions, index, next_token, next_sibling) of the op on dirty outputs."""
     parent_list, selected, seq_lens = (torch.tensor(x, dtype=dtype) for x in (parent_list, selected, seq_lens))
     bs, n = selected.shape[0], selected.shape[1] + 1
     cells = {FULL: int(seq_lens.sum()) * n + bs * n * n, QLEN: bs * n * n, PACKED: bs * n * mask_width(n)}[mode]
@@ -78,7 +78,7 @@ def build(parent_list, selected, seq_lens, topk, depth, mode, *, dtype=torch.int
 
 
 def tree_cells(mask: Tensor, seq_lens: list[int], n: int, mode: TreeMaskMode) -> Tensor:
-    """bool [bs, n, n] of a mask in any layout, by a loop."""
+    """bool [bs, n, n], by a loop."""
     if mode == QLEN:
         return mask[: len(seq_lens) * n * n].view(len(seq_lens), n, n)
     out, begin = torch.zeros(len(seq_lens), n, n, dtype=torch.bool), 0
@@ -93,7 +93,7 @@ def tree_cells(mask: Tensor, seq_lens: list[int], n: int, mode: TreeMaskMode) ->
 
 
 def reference(parent_list, selected, topk, depth):
-    """(levels, next_token, next_sibling, sees) by SGLang's own definition: a node walks up as far as it gets."""
+    """Returns (levels, next_token, next_sibling, sees) by SGLang's definition: a node climbs while parents exist."""
     bs, n = len(selected), len(selected[0]) + 1
     parents = np.full((bs, n), -1)
     for b, i in itertools.product(range(bs), range(1, n)):
@@ -116,7 +116,7 @@ def reference(parent_list, selected, topk, depth):
 
 
 def check(parents, selected, seq_lens, topk, depth, mode, **options) -> tuple[Tensor, np.ndarray, np.ndarray]:
-    """Builds trees as the reference does; returns the mask, and the reference's levels and what each node sees."""
+    """Compares with the reference; returns the mask, levels and visibility."""
     mask, positions, index, *links = build(parents, selected, seq_lens, topk, depth, mode, **options)
     levels, first, sibling, sees = reference(parents, selected, topk, depth)
     bs, n = levels.shape
@@ -129,7 +129,7 @@ def check(parents, selected, seq_lens, topk, depth, mode, **options) -> tuple[Te
 
 @pytest.mark.parametrize("spelling", ["retrive", "retrieve"])
 def test_links_of_published_masks(on_torch_device, spelling) -> None:
-    """Of SGLang's own tree; its n-gram drafter's lists of siblings ascend, as EAGLE's do."""
+    """The n-gram drafter's sibling lists ascend, as EAGLE's do."""
     case = [EAGLE[name] for name in ("parent_list", "selected_index", "seq_lens")]
     mask = build(*case, 4, 4, QLEN)[0]
     outs = [torch.full(shape, 77) for shape in ((16,), (2, 8), (2, 8), (2, 8))]
@@ -141,7 +141,7 @@ def test_links_of_published_masks(on_torch_device, spelling) -> None:
     assert [out.tolist() for out in outs] == list(lists)
     with pytest.raises(ValueError, match=r"tree_mask: expected 128 elements of one byte, got 64 of torch\.bool"):
         reconstruct_indices_from_tree_mask(mask[:64], **form)
-    assert build_tree_kernel_efficient_cpu is build_tree_kernel_efficient  # SGLang's name for the same on CPUs
+    assert build_tree_kernel_efficient_cpu is build_tree_kernel_efficient  # SGLang's name on CPUs
 
 
 @pytest.mark.parametrize("mode", TreeMaskMode)
@@ -166,7 +166,7 @@ def test_published_malformed_trees(on_torch_device, name, mode) -> None:
 
 
 def random_drafts(rng: np.random.Generator, bs: int, topk: int, depth: int, n: int):
-    """Makes what a draft of `depth` levels of topk x topk drafts hands over, its best n - 1 drafts chosen at random."""
+    """Makes `depth` levels of topk x topk drafts, n - 1 of them chosen at random."""
     parents, selected = [], []
     for _ in range(bs):
         groups, alive, nodes = [-1], [*range(topk)], []
@@ -195,7 +195,7 @@ def test_random_trees(bs, topk, depth, n, mode, dtype) -> None:
     parents, selected = random_drafts(rng, bs, topk, depth, n)
     seq_lens = rng.integers(0, 20, bs).tolist()
     mask, _, sees = check(parents, selected, seq_lens, topk, depth, mode, dtype=dtype, spare=5)
-    if mode == FULL:  # the prefix is the caller's: still all visible
+    if mode == FULL:  # the caller's prefix stays visible
         assert int(mask.sum()) == 5 + n * sum(seq_lens) + sees.sum()
     words = tree_mask_words(mask, torch.tensor(seq_lens), n, mode)
     bits = words.view(bs, n, -1)[..., torch.arange(n) // 32] >> (torch.arange(n) % 32) & 1
@@ -203,7 +203,7 @@ def test_random_trees(bs, topk, depth, n, mode, dtype) -> None:
 
 
 def test_random_nonsense(on_torch_device) -> None:
-    """Any numbers as drafts and parents: circles, nodes without a parent, repeated drafts."""
+    """Cycles, nodes without a parent, and repeated drafts occur."""
     rng = np.random.default_rng(3)
     bs, topk, depth, n = 300, 2, 4, 7
     selected = rng.integers(0, topk * (topk * (depth - 1) + 1), (bs, n - 1)).tolist()
@@ -244,7 +244,7 @@ def test_move_kv_cache(on_device, count, dtype) -> None:
     generator = seeded(count)
     k = [torch.randn(4000, 2, 8, generator=generator) for _ in range(3)]
     v = [torch.randn(4000, 2, 16, generator=generator).bfloat16() for _ in range(3)]
-    # Targets and sources overlap in any way as far as one group goes.
+    # Targets and sources overlap within one group.
     slots = torch.randperm(min(4000, max(8, count + count // 2)), generator=generator)
     if count > 1023:
         slots = torch.randperm(4000, generator=generator)

@@ -1,5 +1,4 @@
-"""Verification of the SGLang adapter: SGLang's published vectors, plain walks along random links, all outcomes
-counted."""
+"""SGLang's verification: its vectors, plain walks along random links, counts of all outcomes."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from pagedtree.integrations.sglang import (
 )
 from pagedtree.reference.verify import rejection, walk
 
-# From SGLang's test_eagle_utils and test_speculative_sampling. The second tree's sibling list runs backwards.
+# From SGLang's test_eagle_utils and test_speculative_sampling; the second tree's sibling list is reversed.
 CANDIDATES = [[0, 1, 2, 3, 4, 5], [7, 8, 9, 10, 11, 12]]
 NEXT_TOKEN = [[1, 2, -1, 4, 5, -1], [4, 2, 3, -1, 5, -1]]
 NEXT_SIBLING = [[-1, 3, -1, -1, -1, -1], [-1, -1, -1, -1, 1, -1]]
@@ -42,7 +41,6 @@ def published(device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
 def outputs(
     rows: int, bs: int, width: int, dtype: torch.dtype, device: torch.device | None = None
 ) -> dict[str, Tensor]:
-    """On `device`, or the default one."""
     return {
         "predicts": torch.full((rows,), -1, dtype=dtype, device=device),
         "accept_index": torch.full((bs, width), -1, dtype=dtype, device=device),
@@ -68,7 +66,7 @@ def test_published_greedy_vector(device, dtype, spelling) -> None:
     again = outputs(12, 2, 4, dtype, device)
     returned = verify_tree_greedy_func(**again, **respell(trees, spelling), target_predict=logits.argmax(-1), topk=4)
     assert all(x is y for x, y in zip(returned, again.values(), strict=True)) and lists(again) == lists(outs)
-    assert verify_tree_greedy_cpu is verify_tree_greedy  # SGLang's name for the same on CPUs
+    assert verify_tree_greedy_cpu is verify_tree_greedy  # SGLang's name on CPUs
 
 
 def test_compiled() -> None:
@@ -84,7 +82,7 @@ def test_compiled() -> None:
 @pytest.mark.parametrize("spelling", ["retrive", "retrieve"])
 @pytest.mark.parametrize("thresholds", [(1, 1), (0, 0), (0.5, 1), (1, 0)])
 def test_published_sampling_vector(device, dtype, spelling, thresholds) -> None:
-    """With thresholds 0 SGLang's older kernels took drafts of probability 0 here; since 0.5.23 they do not."""
+    """SGLang before 0.5.23 accepted drafts of probability 0 with thresholds 0."""
     trees, logits = published(device)
     outs = outputs(12, 2, 4, dtype, device)
     generator = torch.Generator().manual_seed(1)
@@ -104,8 +102,7 @@ def test_published_sampling_vector(device, dtype, spelling, thresholds) -> None:
     assert not draft_probs.any()
 
 
-# From SGLang's test_target_only_sampling_cdf_boundaries: siblings, probabilities, coin, threshold_single, what comes
-# out.
+# From SGLang's test_target_only_sampling_cdf_boundaries: siblings, probabilities, coin, threshold_single, results.
 BOUNDARIES = {
     "no mass, threshold 0": ([2], [0.0, 1.0, 0.0], 0.0, 0.0, 1, 0),
     "no mass": ([2], [0.0, 1.0, 0.0], 0.0, 1.0, 1, 0),
@@ -118,7 +115,7 @@ BOUNDARIES = {
 def first_token(
     siblings: list[int], distributions: Tensor, coins: Tensor, threshold_single: float, final: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The first token and whether it was drafted, for each of bs distributions and coins; `siblings` are drafted."""
+    """Returns first tokens and their acceptance for bs distributions and coins; `siblings` are drafts."""
     (bs, vocab), n = distributions.shape, len(siblings) + 1
     outs = outputs(bs * n, bs, 2, torch.int32, distributions.device)
     tree_speculative_sampling_target_only(
@@ -144,7 +141,7 @@ def test_published_boundaries(on_device, name) -> None:
 
 
 def test_coins_on_boundaries(on_device) -> None:
-    """A coin on the boundary of two tokens' intervals belongs to the second, for every distribution of sixteenths."""
+    """A coin on a boundary belongs to the second interval, for every distribution of sixteenths."""
     distributions = [(0, a, b, 16 - a - b) for a in range(17) for b in range(17 - a)]
     p = torch.tensor(distributions, dtype=torch.float32) / 16
     for width in (1, 2):
@@ -157,13 +154,13 @@ def test_coins_on_boundaries(on_device) -> None:
         ]
 
 
-# Random trees: nodes in any order, sibling lists in any order, flat rows in any order ---------------------------------
+# Random trees: nodes, sibling lists and flat rows in any order --------------------------------------------------------
 
 
 def random_case(
     rng: np.random.Generator, bs: int, n: int, vocab: int, dtype=torch.int64
 ) -> tuple[dict[str, Tensor], list[list[int]], np.ndarray]:
-    """SGLang's arguments for random trees, their parents with elder siblings first, and names [bs, n] of the nodes."""
+    """Returns SGLang's arguments, parents with elder siblings first, and node names [bs, n]."""
     parents = [random_tree(rng, n).parents.tolist() for _ in range(bs)]
     names = np.zeros((bs, n), dtype=np.int64)
     links = np.full((2, bs, n), -1)
@@ -178,7 +175,7 @@ def random_case(
 
 
 def check_paths(outs: dict[str, Tensor], index: Tensor, paths: list[tuple[np.ndarray, list[int]]]) -> None:
-    """Outputs against the expected paths, by names of nodes, and the token behind each of their nodes."""
+    """Compares outputs with paths of names and the tokens after their nodes."""
     predicts = [-1] * outs["predicts"].numel()
     width = outs["accept_index"].shape[1]
     for b, (path, tokens) in enumerate(paths):
@@ -259,7 +256,7 @@ def test_sampling_on_random_trees(on_device, bs, n, width, thresholds) -> None:
 
 
 def test_distribution_of_the_first_token(on_device) -> None:
-    """Over an even grid of coins the first token comes out exactly as often as the target's distribution says."""
+    """Each token's share of a coin grid is exactly its probability."""
     p, grid = torch.tensor([0.4, 0.2, 0.2, 0.2]), 20
     even = (torch.arange(grid) + 0.5) / grid
     coins, final = (x.flatten() for x in torch.meshgrid(even, even, indexing="ij"))
@@ -269,7 +266,7 @@ def test_distribution_of_the_first_token(on_device) -> None:
 
 
 def test_broken_links_end(on_device) -> None:
-    """Circles, links to nowhere, two parents: nothing hangs, nothing is read outside, the root is still verified."""
+    """Cycles, dangling links and shared children cause no hang, stray read or missing root."""
     rng = np.random.default_rng(5)
     bs, n = 40, 9
     case, _, _ = random_case(rng, bs, n, 2)

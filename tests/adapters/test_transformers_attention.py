@@ -1,4 +1,4 @@
-"""The attention implementation "pagedtree" in ordinary forward passes and `model.generate` of transformers."""
+"""The attention implementation "pagedtree" in forward passes and `model.generate` of transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def pair(name="full"):
-    """A model on our attention, and one with the same weights on its own."""
     ours = tiny_of(name, pad_token_id=0)
     ours.set_attn_implementation("pagedtree")
     return ours, tiny_of(name, pad_token_id=0)
@@ -25,7 +24,6 @@ def pair(name="full"):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The arguments of every call of the op by the attention implementation."""
     calls = []
     op = attention.tree_attention
 
@@ -47,7 +45,7 @@ def inputs(padded=True):
 
 
 def test_layers_share_the_words_of_a_mask(monkeypatch):
-    """Until somebody writes to it, or another part of it is wanted."""
+    """A write to the mask, or another length, packs it anew."""
     packs = []
     pack = attention._pack_mask
     monkeypatch.setattr(attention, "_pack_mask", lambda *args: packs.append(args) or pack(*args))
@@ -62,7 +60,7 @@ def test_layers_share_the_words_of_a_mask(monkeypatch):
     assert torch.equal(attention._mask_words(mask, 1, 3, 40), pack(mask, 1, 3, 40))
     assert not torch.equal(attention._mask_words(mask, 1, 3, 40), first)
     assert attention._mask_words(mask, 1, 3, 20).shape[1] == 1
-    with torch.inference_mode():  # where a tensor has no version
+    with torch.inference_mode():  # tensors have no version there
         mask = mask.clone()
         attention._mask_words(mask, 1, 3, 40)
         mask[..., 6] = False
@@ -110,7 +108,7 @@ SAMPLING = {"do_sample": True, "temperature": 0.9, "top_k": 20, "top_p": 0.9}
 )
 @pytest.mark.parametrize("padded", [False, True])
 def test_other_ways_to_generate(options, padded):
-    """The draws are torch's own: with its seed the text is the same, too."""
+    """Draws are torch's, so its seed reproduces the text, too."""
     texts = []
     for model in pair():
         torch.manual_seed(5)
@@ -139,7 +137,7 @@ def test_every_layer_of_every_pass_is_ours(calls):
 
 
 def test_explicit_masks():
-    """Masks of four dimensions, bool and additive, with rows that see nothing but themselves."""
+    """Bool and additive masks of four dimensions, where some rows see only themselves."""
     ours, reference = pair()
     torch.manual_seed(2)
     input_ids = inputs()["input_ids"]
@@ -156,7 +154,7 @@ def test_explicit_masks():
         ours(input_ids, attention_mask=torch.rand(3, 1, 21, 21))
 
 
-# The experts of gpt-oss are a loop in transformers 4.57, on a CPU.
+# In transformers 4.57 the experts of gpt-oss are a loop on a CPU.
 @pytest.mark.parametrize("name", ["window", "sinks"] if IS_5 else ["window"])
 def test_compiled_models_have_one_graph(name):
     ours, _ = pair(name)

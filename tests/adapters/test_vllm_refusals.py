@@ -1,4 +1,4 @@
-"""What the vLLM adapter refuses by the configuration alone; vLLM itself is not needed."""
+"""The vLLM adapter refuses unsupported configurations, without vLLM itself."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ def plugins(monkeypatch):
 
 
 def config_of(**model):
-    """A configuration that trees can run with, as far as `check_config` looks at it."""
+    """Makes a configuration that `check_config` accepts."""
     sizes = {f"{kind}_parallel_size": 1 for kind in ("pipeline", "data", "decode_context", "prefill_context", "tensor")}
     of_model = {
         "logits_processors": None,
@@ -54,7 +54,7 @@ def config_of(**model):
     ],
 )
 def test_models_are_refused(options, device, message):
-    """vLLM says has_inner_state of models with recurrent layers, such as Qwen3-Next."""
+    """vLLM sets has_inner_state for models with recurrent layers, such as Qwen3-Next."""
     check_config(config_of(use_mla=True))
     config = config_of(**options)
     config.device_config.device_type = device

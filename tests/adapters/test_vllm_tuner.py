@@ -1,4 +1,4 @@
-"""What vLLM's drafters have verified: the tuner in a made-up server with a clock of its own."""
+"""The tuner of vLLM's drafters in a simulated server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def chain(tokens: list[int]) -> Proposal:
 
 
 class Server:
-    """Requests whose texts count upwards. hits: how many tokens of a request's next guess are right."""
+    """Texts count upwards; hits: right tokens in a request's next guess."""
 
     def __init__(self, hits: Callable[[str], int]) -> None:
         self.hits, self.now = hits, 0.0
@@ -39,9 +39,9 @@ class Server:
         return chain([self.texts[request] + 1 + i if i < right else 0 for i in range(DEPTH)])
 
     def step(self, read: dict[str, int] | None = None, ended: tuple[str, ...] = ()) -> None:
-        """A pass of the target, and the proposals behind it.
+        """Runs a pass of the target and the next proposals.
 
-        read: new requests, and the tokens of their prompts. ended: requests that are no longer there.
+        read: new requests and their prompts' tokens; ended: finished requests.
         """
         read = read or {}
         for request in ended:
@@ -73,7 +73,7 @@ class Server:
         self.proposed = dict(zip(requests, proposals, strict=True))
 
     def run(self, steps: int) -> float:
-        """Steps without new requests; returns how many drafts the last 30 of them had on average."""
+        """Returns the mean number of drafts in the last 30 steps."""
         for _ in range(steps):
             self.step()
         return float(np.mean(self.drafted[-30:]))
@@ -90,7 +90,7 @@ def test_guesses_that_turn_right_are_found_and_those_that_turn_wrong_are_given_u
 
 
 def test_costs_are_those_of_passes_of_decoding_alone():
-    """Prompts that are read beside, requests that end, and pauses before the next request are not charged."""
+    """Prompts in the same pass, finished requests and pauses are not charged."""
     server = Server(lambda _: 0)
     server.step({"a": 100, "b": 100})
     for i in range(40):
@@ -108,7 +108,7 @@ def test_costs_are_those_of_passes_of_decoding_alone():
 
 
 def test_a_busy_server_learns_from_its_tokens_alone():
-    """Where a prompt is read in every pass, costs stay guesses; what the tokens tell is taken in all the same."""
+    """A prompt in every pass leaves costs at guesses; tokens count."""
     server = Server(lambda request: DEPTH if request == "good" else 0)
     server.step({"good": 100, "bad": 100})
     for i in range(60):
@@ -151,7 +151,7 @@ def test_the_accepted_path_follows_the_new_tokens():
     assert accepted_path(tree, [4]) == [(0, 4)]
     assert accepted_path(tree, [5, 8]) == [(0, 5), (1, 8)]
     assert accepted_path(tree, []) == []
-    # Another text than that of the proposal: only its first token is known to be behind the root.
+    # A text unlike the proposal only determines its first token.
     assert accepted_path(NO_GUESS, [1, 2, 3]) == [(0, 1)]
 
 
@@ -163,7 +163,7 @@ def test_log_probabilities_stay_with_their_nodes():
 
 
 def test_the_surest_nodes_are_kept():
-    """Two requests; what the drafter says of its nodes decides where they are worth as much as a plain step."""
+    """The drafter's confidence chooses among nodes worth as much as a plain step."""
     server = Server(lambda _: 0)
     server.step({"a": 100, "b": 100})
     server.run(10)

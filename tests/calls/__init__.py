@@ -1,8 +1,7 @@
-"""One valid call of every public function that takes values from its user.
+"""One valid call of every public function with value arguments.
 
-`tests/ops/test_calls.py` compiles, traces and differentiates them and gives them wrong types; `fuzz.py` changes them to
-hostile ones; `raw_case.py` takes down the raw ops that they call. The ops' calls are in `calls/ops.py` and
-`calls/recurrent.py`. Importing `calls.adapters` and `calls.checkpoints` makes those of the integrations known, too.
+`tests/ops/test_calls.py` compiles and differentiates them, and changes types; `fuzz.py` makes them hostile;
+`raw_case.py` records their raw ops. Importing `calls.adapters` and `calls.checkpoints` registers integrations' calls.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from pagedtree.testing import use_backend
 __all__ = ["Call", "changed", "make", "mapped", "names", "parts_of", "tensors_of", "valid_call", "valid_calls"]
 
 
-# ---- values made of parts
+# ---- nested values
 
 
 def parts_of(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields (key, part) of a value that is made of parts."""
+    """Yields (key, part) of a nested value."""
     if hasattr(value, "_asdict"):
         yield from value._asdict().items()
     elif isinstance(value, (list, tuple)):
@@ -36,7 +35,7 @@ def parts_of(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors in a value, in the order of its parts."""
+    """Yields a value's tensors, in order."""
     if isinstance(value, Tensor):
         yield value
     for _, part in parts_of(value):
@@ -44,7 +43,7 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 def changed(value: Any, path: tuple[Any, ...], new: Any) -> Any:
-    """Returns `value` with `new` at `path`, the keys of `parts_of` from the outside to the inside."""
+    """Returns `value` with `new` at `path`, keys of `parts_of` from outside in."""
     if not path:
         return new
     key, *rest = path
@@ -59,7 +58,7 @@ def changed(value: Any, path: tuple[Any, ...], new: Any) -> Any:
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Returns `value` with change(tensor) in place of each tensor."""
+    """Replaces each tensor by change(tensor)."""
     if isinstance(value, Tensor):
         return change(value)
     for key, part in list(parts_of(value)):
@@ -77,10 +76,10 @@ class Call:
     """`function(**arguments)`.
 
     Attributes:
-        written: names of the arguments that it may write to.
-        fixed: names of those that keep their value, because a large one is what was asked for.
-        receiver: the argument whose method is called, and which keeps its type.
-        is_for_host: whether the function reads values or makes Python objects, and so is not for compiled code.
+        written: arguments that it may write to.
+        fixed: arguments that keep their value, as large ones are legitimate.
+        receiver: the argument whose method is called; keeps its type.
+        is_for_host: reads values or makes Python objects, so does not compile.
     """
 
     function: Callable[..., Any]
@@ -91,11 +90,11 @@ class Call:
     is_for_host: bool = False
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Call:
-        """Returns the call with change(tensor) in place of each tensor among its arguments."""
+        """Replaces each tensor argument by change(tensor)."""
         return replace(self, arguments=mapped(self.arguments, change))
 
     def on_memory(self, change: Callable[[Tensor], Tensor]) -> Call:
-        """Returns the call on change(memory) of its tensors' memory; what shares memory still does."""
+        """Replaces the tensors' memory by change(memory); shared memory stays shared."""
         memory: dict[int, Tensor] = {}
 
         def moved(t: Tensor) -> Tensor:
@@ -107,10 +106,7 @@ class Call:
         return self.mapped(moved)
 
     def results(self, function: Callable[..., Any] | None = None) -> list[Tensor]:
-        """Calls `function`, or that of the call, on copies of the arguments.
-
-        Returns the tensors of its result and, behind them, those that it may have written to.
-        """
+        """Calls `function`, or the call's own, on copies; returns the result's tensors, then those written."""
         arguments = self.on_memory(Tensor.clone).arguments
         result = (function or self.function)(**arguments)
         return list(tensors_of([result, *(arguments[name] for name in self.written)]))
@@ -120,26 +116,26 @@ _CALLS: dict[str, Callable[[], Call]] = {}
 
 
 def valid_call(make: Callable[[], Call]) -> Callable[[], Call]:
-    """Makes a function that returns a Call one of those that are known, by its name."""
+    """Registers a Call's maker by name."""
     _CALLS[make.__name__] = make
     return make
 
 
 def valid_calls(**makes: Callable[[], Call]) -> None:
-    """Makes calls known by their names."""
+    """Registers makers by their keywords."""
     _CALLS.update(makes)
 
 
 def names(*modules: str) -> list[str]:
-    """Returns the names of all known calls, or of those that these modules make known."""
+    """Returns the names of all registered calls, or these modules'."""
     return sorted(name for name, make in _CALLS.items() if not modules or make.__module__ in modules)
 
 
 def make(name: str) -> Call:
-    """Returns a call on CPU tensors, made anew so that nothing a call did to its arguments reaches the next one."""
+    """Returns a new call on CPU tensors, unaffected by others."""
     torch.manual_seed(0)
     with use_backend("cpu"), torch.device("cpu"):
         return _CALLS[name]()
 
 
-from calls import ops, recurrent  # noqa: E402, F401 - they make their calls known
+from calls import ops, recurrent  # noqa: E402, F401 - registers their calls

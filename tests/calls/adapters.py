@@ -1,4 +1,4 @@
-"""Valid calls of the functions of `pagedtree.integrations`; importing this file makes them known."""
+"""Registers valid calls of `pagedtree.integrations`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _flashinfer_pages() -> dict[str, Tensor]:
 
 
 def _custom_mask() -> Tensor:
-    """Every node sees its prefix, and some of the nodes."""
+    """Nodes see their prefix and some nodes."""
     rows = [(torch.arange(prefix + n) < prefix) | (torch.rand(n, prefix + n) < 0.7) for prefix, n in ((4, 5), (3, 3))]
     return torch.cat([mask.flatten() for mask in rows])
 
@@ -173,7 +173,7 @@ def transformers_generate() -> Call:
     sizes = {"max_new_tokens": 3, "page_size": 4, "num_pages": 40, "n": 2, "max_batch_tokens": 64}
     choices = {"params": pt.SamplingParams(0.8, top_p=0.9), "seeds": [1, 2, 3, 4], "rule": "sampled"}
     arguments = {"input_ids": [[3, 4, 5], [6]], "eos_token_id": [7], "share_prefix": True, **sizes, **choices}
-    # More tokens or pages would be what was asked for, and take as long or as much as that.
+    # More tokens or pages are legitimate, and slow.
     return Call(lambda **given: generate(_model(), **given), arguments, fixed=("max_new_tokens", "num_pages", "n"))
 
 
@@ -194,11 +194,11 @@ def transformers_generation_config() -> Call:
 
 @valid_call
 def transformers_generate_at_the_last_position() -> Call:
-    """Whatever `max_new_tokens` says, a text of this model has 17 tokens at most."""
+    """The model's positions limit texts to 17 tokens."""
 
     def generate_with(**given: Any) -> Any:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # says how many tokens a prompt gets
+            warnings.simplefilter("ignore", UserWarning)  # about shortened texts
             return generate(_table(16), **given)
 
     drafter = CombinedDrafter(ModelDrafter(_table(12), num_nodes=6, depth=3, width=2), min_match=2)

@@ -1,4 +1,4 @@
-"""Checkpoints of heads by the contents of their config.json; importing this file makes them known."""
+"""Registers heads' checkpoints by config.json."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from generate_case import tiny, tiny_eagle
 from calls import Call, valid_call
 from pagedtree.integrations.transformers import BlockDraftModel, EagleHead, MedusaHeads
 
-# Entries that the heads do not write themselves, as others have them in their files.
+# Entries of others' files.
 OF_OTHERS: dict[str, Any] = {
     "hidden_act": "silu", "max_position_embeddings": 2048, "num_hidden_layers": 1, "partial_rotary_factor": 1.0,
     "quantization_config": None, "rope_theta": 10000.0, "use_cache": True,
@@ -23,7 +23,7 @@ OF_OTHERS: dict[str, Any] = {
 
 @cache
 def _folder(kind: str) -> Any:
-    """The target of a saved checkpoint, its folder, and the contents of its config."""
+    """Saves a checkpoint; returns target, folder, config."""
     target, folder = tiny(0), tempfile.TemporaryDirectory()
     make = {"eagle": tiny_eagle, "block": block_model, "medusa": lambda model: MedusaHeads(128, 3, model.lm_head)}
     make[kind](target).save_pretrained(folder.name)
@@ -34,7 +34,7 @@ def _loading(kind: str, heads: Any, **more: Any) -> Call:
     target, folder, config = _folder(kind)
 
     def load(config: Any) -> None:
-        text = json.dumps(config, default=repr)  # of what has no form in JSON
+        text = json.dumps(config, default=repr)  # for non-JSON values
         (Path(folder.name) / "config.json").write_text(text)
         heads.from_pretrained(folder.name, target)
 

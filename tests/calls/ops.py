@@ -1,4 +1,4 @@
-"""Valid calls of `pagedtree` and `pagedtree.distributed`, but for the ops of recurrent layers."""
+"""Valid calls of `pagedtree` and `pagedtree.distributed`, except recurrent layers'."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pagedtree import distributed, testing
 VOCAB = 40
 
 
-# ---- what several calls share
+# ---- shared
 
 
 def draft_trees() -> pt.TreeBatch:
@@ -40,7 +40,7 @@ def _penalised() -> pt.SamplingParams:
 
 
 def _lists() -> dict[str, Any]:
-    """Request options of two sequences."""
+    """Returns two sequences' request options."""
     return {
         "prompts": [[1, 2], [3]], "outputs": [[4, 5, 4], [6]], "allowed": [None, [*range(30)]],
         "bias": [{3: 1.5, 7: float("-inf")}, {2: 0.5}], "bad_words": [[[4, 8], [9]], [[6, 1, 2], [3, 6, 5]]],
@@ -53,7 +53,7 @@ def _options() -> pt.RequestOptions:
 
 
 def _verification(**more: Any) -> dict[str, Any]:
-    """Two trees of 5 and 3 nodes, with every argument that all verification functions take."""
+    """Returns two trees of 5 and 3 nodes, and all verification functions' arguments."""
     return {
         "logits": torch.randn(8, VOCAB),
         "draft_tokens": torch.randint(VOCAB - 10, (8,)),
@@ -77,13 +77,13 @@ def _drafted() -> dict[str, Any]:
 
 @cache
 def one_rank() -> distributed.VocabShards:
-    """The whole vocabulary on one rank."""
+    """Places the vocabulary on one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return distributed.VocabShards(VOCAB, group=dist.group.WORLD)
 
 
 def paged_cache() -> dict[str, Tensor]:
-    """Two sequences of 9 and 6 positions in pages of 4, five and three of them new."""
+    """Returns 9 and 6 positions in pages of 4; five and three are new."""
     return {
         "page_table": int32([[1, 3, 0], [4, 2, -1]]),
         "seq_lens": int32([9, 6]),
@@ -133,7 +133,7 @@ def tree_attention() -> Call:
 
 @valid_call
 def causal_attention() -> Call:
-    """With as little as can be given."""
+    """Has the fewest arguments."""
     names = ("q", "k_cache", "v_cache", "page_table", "seq_lens", "cu_seqlens_q")
     arguments = _attention()
     out = torch.empty_like(arguments["q"])
@@ -148,7 +148,7 @@ def tree_attention_fp8() -> Call:
 
 @valid_call
 def tree_attention_latent() -> Call:
-    """V is a view of K until one of the two is changed."""
+    """V is a view of K until either changes."""
     cache = torch.randn(6, 4, 1, 576).bfloat16()
     arguments = {**_attention(), "q": torch.randn(8, 4, 576).bfloat16(), "k_cache": cache, "v_cache": cache[..., :512]}
     arguments |= {"softcap": 0.0, "out": torch.empty(8, 4, 512, dtype=torch.bfloat16)}
@@ -259,8 +259,8 @@ def append_kv_latent() -> Call:
 
 @valid_call
 def rope_append() -> Call:
-    """With all that can be given."""
-    rows = torch.randn(5, 8, 16).bfloat16()  # as a projection gives them, side by side
+    """Has all arguments."""
+    rows = torch.randn(5, 8, 16).bfloat16()  # one projection's columns
     caches = torch.zeros(2, 6, 4, 2, 16).to(torch.float8_e4m3fn)
     arguments = {
         "q": rows[:, :4], "k": rows[:, 4:6], "v": rows[:, 6:], "positions": int64([7, 0, 3, 3, 8]),
@@ -273,7 +273,7 @@ def rope_append() -> Call:
 
 @valid_call
 def rope_append_latent() -> Call:
-    """With as little as can be given."""
+    """Has the fewest arguments."""
     arguments = {
         "q": torch.randn(5, 3, 24), "k": torch.randn(5, 1, 24), "v": None, "positions": int64([7, 0, 3, 3, 8]),
         "cos_sin": torch.randn(9, 24), "k_cache": torch.zeros(6, 4, 1, 24), "v_cache": None,

@@ -1,4 +1,4 @@
-"""Valid calls of the ops of recurrent layers; importing this file makes them known."""
+"""Registers valid calls of recurrent layers' ops."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _recurrence() -> dict[str, Any]:
 
 
 def _causal(arguments: dict[str, Any]) -> dict[str, Any]:
-    """A prompt's rows in place of trees, with a decay for each head, which is not weighed."""
+    """Replaces trees by prompts, with head decays, without beta."""
     if "g" in arguments:
         arguments |= {"g": arguments["g"][..., 0].contiguous(), "beta": None}
     return {**arguments, "trees": None, "cu_seqlens": int32([0, 5, 8])}

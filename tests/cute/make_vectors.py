@@ -1,7 +1,5 @@
-"""Makes vectors.npz.xz, the words that test_cute.py and test_panels.py compare with: `make witness`.
-
-witness.cpp is compiled with CuTe's headers, from NVIDIA's packages nvidia-cutlass and nvidia-cuda-cccl, and runs on the
-CPU. The file says which releases they were.
+"""Makes vectors.npz.xz for test_cute.py and test_panels.py (`make witness`): runs witness.cpp, compiled with CuTe of
+NVIDIA's packages nvidia-cutlass and nvidia-cuda-cccl, whose releases the file records, on the CPU.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ def main() -> None:
     vectors = {path.stem: np.fromfile(path, np.uint32) for path in sorted(words.glob("*.u32"))}
     buffer = io.BytesIO()
     np.savez(buffer, origin=np.array(PACKAGES), **vectors)
-    # As a whole, since the forms of wgmma have much in common: a third less than np.savez_compressed.
+    # wgmma's forms are alike: a third smaller than np.savez_compressed.
     size = VECTORS.write_bytes(lzma.compress(buffer.getvalue(), preset=9 | lzma.PRESET_EXTREME))
     print(VECTORS, size, "bytes")
 

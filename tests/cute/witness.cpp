@@ -1,6 +1,5 @@
-// Operands and results of instructions by the layouts of NVIDIA's CuTe, whose headers compile for the host, too: a
-// reading of the PTX manual that is not ours. make_vectors.py compiles it and keeps what it writes. Operands are small
-// integers, so that every sum is exact; what lies between them in shared memory is NaN.
+// Operands and results of instructions by NVIDIA's CuTe, an independent reading of the PTX manual that compiles for the
+// host too. make_vectors.py runs it. Operands are small integers for exact sums; shared memory between them is NaN.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -8,13 +7,13 @@
 #include <string>
 #include <vector>
 
-static uintptr_t g_base;  // what stands for shared memory on the host
+static uintptr_t g_base;  // the host's shared memory
 #define CUTE_CVTA_GENERIC_TO_SHARED_ACTIVATED 1
 static inline size_t __cvta_generic_to_shared(const void* p) { return (uintptr_t)p - g_base; }
 
 #include <cute/tensor.hpp>
 
-using namespace cute;  // between the headers, as the others want the first one before them
+using namespace cute;  // later headers need it
 
 #include <cute/atom/copy_atom.hpp>
 #include <cute/atom/mma_atom.hpp>
@@ -82,7 +81,7 @@ static void mma_sync(const char* name, int a_vals, int b_vals) {
   save(std::string(name) + ".out", out);
 }
 
-// ---- ldmatrix: thread t's row is words 0..3 of its input
+// ---- ldmatrix: words 0..3 of thread t's input are its row
 template <class Op>
 static void ldmatrix(const char* name) {
   using Tr = Copy_Traits<Op>;
@@ -90,7 +89,7 @@ static void ldmatrix(const char* name) {
   typename Tr::DstLayout dst;
   std::vector<uint32_t> in(64 * 12), out(64 * 4);
   for (auto& w : in) w = rnd() ^ rnd() << 12;
-  std::vector<int> where(size(src));  // bit index -> thread * 128 + bit of its row
+  std::vector<int> where(size(src));  // bit index -> thread * 128 + bit
   for (int t = 0; t < 32; ++t)
     for (int b = 0; b < 128; ++b) where[src(t, b)] = t * 128 + b;
   if (size<1>(dst) != 128) abort();
@@ -121,8 +120,7 @@ static void wgmma(const char* name) {
   using Op = std::conditional_t<kRs, RS, SS>;
   using AAtom = Layout_K_SW128_Atom<T>;
   using BAtom = std::conditional_t<kNMajor, Layout_MN_SW128_Atom<T>, Layout_K_SW128_Atom<T>>;
-  // The order in which the kernels have them: K-major, 64 k behind each other; N-major, the keys first, then 64
-  // columns.
+  // As in kernels. K-major: blocks of 64 k; N-major: keys, then the next 64 columns.
   auto layoutA = tile_to_shape(AAtom{}, Shape<_64, _64>{});
   auto layoutB = [&] {
     if constexpr (kNMajor)
@@ -175,7 +173,7 @@ static void wgmma(const char* name) {
   numbers[4] = (b0 >> 32 & 0x3fff) * 16;
   for (int k = 0; k < 4; ++k) {
     const auto b = uint64_t((*dB(_, 0, k).data()).desc_), a = kRs ? 0 : uint64_t((*dA(_, 0, k).data()).desc_);
-    // Steps differ in where they start alone.
+    // Steps differ only in their start.
     if (((b ^ b0) & ~0x3fffull) || (!kRs && ((a ^ a0) & ~0x3fffull))) abort();
     numbers[5 + 2 * k] = kRs ? 0 : (a & 0x3fff) * 16;
     numbers[6 + 2 * k] = (b & 0x3fff) * 16;
@@ -198,8 +196,7 @@ static void wgmma(const char* name) {
   save(std::string(name) + ".out", out);
 }
 
-// ---- a stage of 64 or 128 keys: [start, leading, stride] in bytes of each step's descriptor, then where each 16 bytes
-// lie
+// ---- a stage of 64 or 128 keys: steps' descriptors [start, leading, stride] in bytes, then each 16 bytes' address
 struct Descriptor {
   uint32_t start, leading, stride;
 };
@@ -220,8 +217,8 @@ static void save_panels(const std::string& name, const std::vector<Descriptor>& 
   save(name + ".chunks", chunks);
 }
 
-// K as the right operand [keys, columns], or Q as the left one of 64 rows; chunks [keys, columns / 8]. kByPanels: all
-// keys of 64 columns, then the next columns; if not, all columns of eight keys, then the next keys.
+// K as right operand [keys, columns], Q of 64 rows as left; chunks [keys, columns / 8]. kByPanels: all keys of 64
+// columns at a time, else all columns of eight keys.
 template <bool kByPanels, int Columns, int Keys = 64>
 static void k_panels(const char* name) {
   using namespace SM90::GMMA;
@@ -241,7 +238,7 @@ static void k_panels(const char* name) {
   save_panels(name, steps, Keys, Columns, [&](int key, int c) { return uint32_t(&s(key, c) - memory); });
 }
 
-// V as the right operand, multiplied N columns at a time; chunks as those of K.
+// V as right operand, N columns at a time; chunks as K's.
 template <bool kByPanels, int Columns, int N, int Keys = 64>
 static void v_panels(const char* name) {
   using namespace SM90::GMMA;

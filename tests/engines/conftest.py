@@ -1,4 +1,4 @@
-"""Fixtures that the tests of several engines share."""
+"""Fixtures of several engines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def stock(request: pytest.FixtureRequest) -> list[list[int]]:
-    """Greedy output of vLLM without us for the PROMPTS of the test's module."""
+    """Stock vLLM's output for the module's PROMPTS."""
     from vllm_case import engine, generate, runner_of
 
     with engine() as llm:

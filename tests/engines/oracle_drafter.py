@@ -1,4 +1,4 @@
-"""Drafters that know the texts: every path is accepted, and half of its rows have to be moved."""
+"""Drafters that know the texts, so that every path is accepted and half of its rows must move."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["OracleDrafter", "ReadingDrafter"]
 
 
 class OracleDrafter(TreeDrafter):
-    """Two children a level, the next token of the text and a wrong one; which comes first alternates.
+    """Drafts the text's next token and a wrong one at each level, in alternating order.
 
     Options: texts, token ids of prompts and outputs.
     """
@@ -36,9 +36,9 @@ class OracleDrafter(TreeDrafter):
 
 
 class ReadingDrafter(OracleDrafter):
-    """Checks on every rank what it is told of the target, which decodes greedily.
+    """Checks the target's states on every rank of a greedy engine.
 
-    Options: texts as above, and layers, whose outputs it keeps: in `features` a list of parts for each request.
+    Options: texts, and layers, whose outputs `features` keeps in parts for each request.
     """
 
     defaults: ClassVar[dict[str, Any]] = {"texts": [], "layers": []}
@@ -61,7 +61,7 @@ class ReadingDrafter(OracleDrafter):
                 raise RuntimeError("features of another text")
             if start + len(part) >= len(text):
                 raise RuntimeError("features of a token that nobody has read")
-            if start == 0:  # new, or read anew
+            if start == 0:  # new, or read again
                 self.features[request_id] = []
             if start != sum(map(len, self.features[request_id])):
                 raise RuntimeError(f"features from {start} on follow {sum(map(len, self.features[request_id]))}")

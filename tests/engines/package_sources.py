@@ -1,4 +1,4 @@
-"""Reading the sources of an engine that is installed without its dependencies; nothing of it is imported."""
+"""Reads the sources of an installed engine without an import."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Sources", "attributes_of", "own_parameters"]
 
 
 class Sources:
-    """The files of package `name`. Skips the test module where it is not installed."""
+    """The files of package `name`; without them the test module is skipped."""
 
     def __init__(self, name: str) -> None:
         spec = importlib.util.find_spec(name)
@@ -26,7 +26,7 @@ class Sources:
         return (self.folder / path).read_text(encoding="utf-8")
 
     def definition(self, path: str, name: str, *, last: bool = False) -> Any:
-        """The class or function `name` ("Class.method", too); the last one where the first are overloads."""
+        """Returns the class or function `name` (or "Class.method"); `last` skips overloads."""
         node: Any = ast.parse(self.text(path))
         for part in name.split("."):
             found = [child for child in node.body if getattr(child, "name", None) == part]
@@ -35,7 +35,7 @@ class Sources:
         return node
 
     def parameters(self, path: str, name: str, *, last: bool = False) -> dict[str, Any]:
-        """Names and defaults of a function's parameters, without *args and **kwargs."""
+        """Names and defaults, without *args and **kwargs."""
         arguments = self.definition(path, name, last=last).args
         names = [argument.arg for argument in arguments.args]
         defaults = [ast.literal_eval(value) for value in arguments.defaults]
@@ -44,7 +44,7 @@ class Sources:
         return positional | {argument.arg: ast.literal_eval(value) for argument, value in keywords if value is not None}
 
     def members(self, path: str, *names: str) -> set[str]:
-        """Fields and methods of classes, and what methods set on self."""
+        """Fields, methods and attributes that methods set."""
         found = set()
         for node in (inner for name in names for inner in ast.walk(self.definition(path, name))):
             if isinstance(node, ast.AnnAssign | ast.Assign):
@@ -57,7 +57,6 @@ class Sources:
 
 
 def attributes_of(tree: ast.AST, variable: str) -> set[str]:
-    """The attributes that a source reads of a variable or an attribute of this name."""
     return {
         node.attr
         for node in ast.walk(tree)
@@ -67,6 +66,6 @@ def attributes_of(tree: ast.AST, variable: str) -> set[str]:
 
 
 def own_parameters(function: Any) -> dict[str, Any]:
-    """The same for a function of ours."""
+    """Returns `Sources.parameters` of our function."""
     variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     return {p.name: p.default for p in inspect.signature(function).parameters.values() if p.kind not in variadic}

@@ -1,7 +1,4 @@
-"""The packages that publish draft heads, without what they only train with.
-
-To be imported before them.
-"""
+"""The packages that publish draft heads, without imports for training; import this before them."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from torch import Tensor
 from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.integrations.transformers import BlockDrafter
 
-# Imported by speculators for training and for servers; nothing of it runs here.
+# Imports of speculators for training and servers, unused here.
 UNUSED = ("datasets", "hs_connectors", "openai", "openai.types", "openai.types.chat", "openai.types.completion")
 SIZES = {**OF_A_HEAD, "rms_norm_eps": 1e-5, "max_position_embeddings": 512}
 
@@ -29,7 +26,7 @@ for module in UNUSED:
 
 
 def dense(q, k, v, mask):
-    """Attention of [T, Hq, D] over [S, Hkv, D], mask bool [T, S]."""
+    """Attends with q [T, Hq, D] over [S, Hkv, D], mask bool [T, S]."""
     group = q.shape[1] // k.shape[1]
     q, k, v = (
         q.transpose(0, 1),
@@ -41,7 +38,6 @@ def dense(q, k, v, mask):
 
 
 def speculators_config(kind: str, steps: int, architecture: str = "LlamaForCausalLM") -> Any:
-    """What a model that speculators saves says of itself and its target."""
     from speculators import SpeculatorsConfig, VerifierConfig
     from speculators.proposals.greedy import GreedyTokenProposalConfig
 
@@ -54,7 +50,7 @@ def speculators_config(kind: str, steps: int, architecture: str = "LlamaForCausa
 
 
 def append_texts(drafter: BlockDrafter, texts: Sequence[Tensor], features: Sequence[Tensor]) -> None:
-    """Lets a block drafter read texts, of which the last token alone has no features."""
+    """Appends texts whose last token alone has no features."""
     drafter.begin(page_size=4, sampling=SimpleNamespace(vocab_size=None))
     sequences = [GeneratedSequence(i, group=i, tokens=text.tolist(), max_length=99) for i, text in enumerate(texts)]
     drafter._append([(sequence, 0, rows) for sequence, rows in zip(sequences, features, strict=True)])

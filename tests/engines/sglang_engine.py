@@ -19,7 +19,7 @@ SETTINGS |= {"attention_backend": "pagedtree", "max_total_tokens": 8192, "max_ru
 
 
 def prompts() -> list[list[int]]:
-    """Eight pieces of this file of several lengths, in tokens; half of them begin twice, so that n-grams are found."""
+    """Returns eight pieces of the 16 lines above in tokens; half of them repeat their beginning, for n-grams."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(CHECKPOINTS / "target" / "tokenizer.json"))
@@ -47,7 +47,6 @@ def run(options: dict) -> dict:
 
 
 def environment() -> dict[str, str]:
-    """That of a process with SGLang on CPU tensors."""
     path = [str(STANDINS), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": os.pathsep.join(path)}
 

@@ -1,4 +1,4 @@
-"""DFlash and DFlash 2 models that the package dflash saved: ours draft what its own forward does."""
+"""DFlash models saved by the package dflash draft as its forward does."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def saved(folder, name, layers=None):
 
 
 def drafted(ours, model, features, tokens, width):
-    """What `BlockDrafter` makes of a text whose last token alone has no features: states, and the draft."""
+    """Returns states and draft for a text whose last token has no features."""
     drafter = BlockDrafter(ours, num_nodes=BLOCK, width=width)
     append_texts(drafter, tokens, features)
     root = torch.tensor([tokens.shape[1] - 1])

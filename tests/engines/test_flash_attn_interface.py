@@ -1,4 +1,4 @@
-"""The FlashAttention adapter against the sources of flash-attn, which are read and never imported."""
+"""The FlashAttention adapter against flash-attn's sources, without an import."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def test_functions_take_the_same_arguments(name) -> None:
     theirs = SOURCES.parameters("flash_attn_interface.py", name)
     ours = list(own_parameters(getattr(flash_attn, name)).items())
     assert ours[: len(theirs)] == list(theirs.items())
-    # What follows are FlashAttention 3's names, which have no place in this order.
+    # The rest are FlashAttention 3's names, keywords here.
     parameters = inspect.signature(getattr(flash_attn, name)).parameters
     assert all(parameters[key].kind is inspect.Parameter.KEYWORD_ONLY for key, _ in ours[len(theirs) :])

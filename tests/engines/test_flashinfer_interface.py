@@ -1,4 +1,4 @@
-"""The FlashInfer adapter against the sources of FlashInfer's wheel, which are read and never imported."""
+"""The FlashInfer adapter against the sources of FlashInfer's wheel, without an import."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_plan_takes_the_same_arguments() -> None:
     ours = own_parameters(flashinfer.BatchPrefillWithPagedKVCacheWrapper.plan)
     assert list(ours.items()) == list(theirs.items())[: len(ours)]
     assert set(theirs) >= HINTS | {*TYPES}
-    # What is left is refused unless it has its default, which must then read as nothing.
+    # Others are refused unless they have their default, which must be false.
     assert not any(default for name, default in theirs.items() if name not in HINTS | {*TYPES} | set(ours))
 
 
@@ -62,7 +62,7 @@ def test_latent_wrapper_takes_the_same_arguments() -> None:
         assert set(ours) <= set(theirs)
         positional = [key for key in ours if key not in ("query", "kv_cache")]
         assert positional == list(theirs)[: len(positional)], name
-    # plan() refuses what is not one of its own unless it reads as nothing; these are dropped before.
+    # plan() refuses others unless they are false; these are dropped before.
     plan = SOURCES.parameters(path, f"{wrapper.__name__}.plan", last=True)
     defaults = {key: value for key, value in plan.items() if key not in own_parameters(wrapper.plan)}
     assert not any(value not in ("none", "default") and value for value in defaults.values())

@@ -1,4 +1,4 @@
-"""SGLang itself on CPU tensors with pagedtree's attention and ops: speculation gives the text of plain decoding."""
+"""SGLang on CPU tensors with pagedtree's ops: speculation leaves the text of plain decoding."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ TREES |= {"speculative_num_draft_tokens": 8}
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory) -> str:
-    """The EAGLE-3 head of the examples in the format that SGLang loads."""
     from transformers import AutoModelForCausalLM
 
     from pagedtree.integrations.transformers import EagleHead
@@ -45,7 +44,7 @@ def head(tmp_path_factory) -> str:
 
 
 def run(*engines: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each engine generates, one after the other in one process of their own, whose group SGLang may end."""
+    """Runs engines in one process, whose group SGLang may end."""
     command = [sys.executable, "-W", "ignore", FOLDER / "sglang_engine.py", *map(json.dumps, engines)]
     done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, env=dict(os.environ))
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -55,24 +54,23 @@ def run(*engines: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def plain() -> list[list[int]]:
-    """What SGLang generates without speculation."""
     ids = run({})[0]["ids"]
     assert len(ids) == 8 and all(len(tokens) == 24 for tokens in ids)
     return ids
 
 
 def test_speculation_gives_the_text_of_plain_decoding(head, plain) -> None:
-    """Trees of an EAGLE-3 head with three branches, its chains in pages of four, and n-gram trees."""
+    """EAGLE-3 trees with three branches, chains in pages of four, n-gram trees."""
     trees = {**TREES, "speculative_draft_model_path": head}
     chains = {**trees, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4, "page_size": 4}
     ngram = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 8}
     for result in run(trees, chains, ngram):
         assert result["ids"] == plain
-        assert max(result["lengths"]) > 1.5  # drafts were accepted
+        assert max(result["lengths"]) > 1.5
 
 
 def test_latent_attention(tmp_path) -> None:
-    """A DeepSeek-V2 without experts, whose texts are transformers' own, too; n-gram trees."""
+    """A DeepSeek-V2 without experts also has transformers' texts."""
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
     torch.manual_seed(0)
@@ -95,7 +93,7 @@ def test_latent_attention(tmp_path) -> None:
 
 @contextmanager
 def server(**options: Any) -> Iterator[str]:
-    """The address of SGLang's own server, once it answers; its processes are a group of their own."""
+    """Yields the address of SGLang's server, whose processes form a group."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -126,7 +124,7 @@ def ask(address: str, **sampling: Any) -> list[Any]:
 
 
 def test_the_server_gives_the_text_of_plain_decoding(head, plain) -> None:
-    """And lives on behind a top_k that is no int32."""
+    """The server survives a top_k that is no int32."""
     with server(**TREES, speculative_draft_model_path=head) as address:
         large = ask(address, temperature=1, top_k=2**40, max_new_tokens=2)
         answers = ask(address, temperature=0)
@@ -136,7 +134,7 @@ def test_the_server_gives_the_text_of_plain_decoding(head, plain) -> None:
 
 
 def exact_texts(prompt: list[int], length: int) -> dict[tuple[int, ...], float]:
-    """The probability of each text that top-k 2 can give, by transformers' model."""
+    """Returns each text's probability under top-k 2, by transformers' model."""
     from transformers import AutoModelForCausalLM
 
     target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
@@ -150,7 +148,7 @@ def exact_texts(prompt: list[int], length: int) -> dict[tuple[int, ...], float]:
 
 
 def test_sampled_requests_keep_their_distribution(head) -> None:
-    """Three tokens of 256 equal requests, two choices each; a threshold of SGLang's that is not lossless is found."""
+    """The chi-square test of three tokens fails under SGLang's lossy threshold."""
     count, expected = 256, exact_texts(prompts()[3], 3)
     assert min(expected.values()) * count > 10
     sampling = {"temperature": 1, "top_k": 2, "max_new_tokens": 3}
@@ -165,7 +163,7 @@ def test_sampled_requests_keep_their_distribution(head) -> None:
 
 
 def test_what_is_filled_in_on_cpus_is_missing_there() -> None:
-    """SGLang's own rules, which `pagedtree.integrations.sglang.on_cpu` stands in for."""
+    """`pagedtree.integrations.sglang.on_cpu` replaces these rules of SGLang."""
     text = SOURCES.text("srt/speculative/eagle_utils.py")
     assert "return is_all_greedy or is_cpu or is_xpu" in text
     assert all(f"{name}," in text or f" {name}" in text for name in on_cpu.SAMPLING)

@@ -1,4 +1,4 @@
-"""The SGLang adapter against the sources of SGLang's wheel, which are read and never imported."""
+"""The SGLang adapter against the sources of SGLang's wheel, without an import."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_mask_modes() -> None:
 
 
 def test_drafts_of_probability_0_are_not_taken() -> None:
-    """With any thresholds, as `test_published_sampling_vector` and `test_published_boundaries` have it for ours."""
+    """`test_published_sampling_vector` and `test_published_boundaries` are its twins."""
     kernel = SOURCES.text("kernels/jit/include/sgl_kernel/speculative/sampling.cuh")
     assert "has_target_mass = target_prob_single > DType(0)" in kernel
     assert "if (has_target_mass && (coin < prob_acc / threshold_acc || " in kernel

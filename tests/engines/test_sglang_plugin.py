@@ -1,4 +1,4 @@
-"""SGLang stays as it is where the plugin is installed and another attention backend is chosen."""
+"""An installed plugin leaves SGLang unchanged under another attention backend."""
 
 from __future__ import annotations
 
@@ -24,4 +24,4 @@ def test_installed_plugin_changes_nothing() -> None:
 
     assert "PAGEDTREE_PLUGINS" not in os.environ
     installed, missing = run(), run(SGLANG_PLUGINS="none")
-    assert installed == missing  # which list our modules, too: the stand-in of sgl_kernel imports some
+    assert installed == missing  # both list our modules: the stand-in of sgl_kernel imports some

@@ -1,4 +1,4 @@
-"""DFlash and DFlash 2 models that speculators saved: ours guess what speculators' own forward does."""
+"""DFlash models saved by speculators guess as its forward does."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ def model():
 
 
 def saved(model, folder, kind, layer, **entries):
-    """A random model, saved by speculators, with the target's embedding and output layer."""
     make, config = MAKE[kind]
     sizes = Qwen3Config(**SIZES, **{"num_hidden_layers": 2, **layer})
     sizes._attn_implementation = "eager"

@@ -1,4 +1,4 @@
-"""EAGLE-3 and P-EAGLE heads that speculators saved: what we load computes what speculators' own forward does."""
+"""EAGLE-3 and P-EAGLE heads saved by speculators compute as its forward does."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ def model():
 
 
 def saved(model, folder, kind, layer, draft_vocab, **entries):
-    """A random head, saved by speculators."""
     make, config = {
         "eagle3": (Eagle3DraftModel, Eagle3SpeculatorConfig),
         "peagle": (PEagleDraftModel, PEagleSpeculatorConfig),
@@ -68,7 +67,6 @@ def saved(model, folder, kind, layer, draft_vocab, **entries):
 
 
 def logits_of(module, call):
-    """What the output layer gives in a call, pass by pass."""
     found = []
     handle = module.lm_head.register_forward_hook(lambda _, args, out: found.append(out[0]))
     call()
@@ -77,7 +75,7 @@ def logits_of(module, call):
 
 
 class Cached:
-    """Causal attention over what earlier calls of a layer got, too."""
+    """Attends to rows of earlier calls, too."""
 
     def __init__(self):
         self.known = {}
@@ -93,7 +91,7 @@ class Cached:
 @pytest.mark.parametrize("entries", FLAGS, ids=lambda entries: ", ".join(entries) or "plain")
 @pytest.mark.parametrize(("layer", "draft_vocab"), [("llama", 64), ("qwen3", VOCAB), (list(LAYERS)[2], 64)])
 def test_eagle3(model, tmp_path, layer, draft_vocab, entries):
-    """Three passes of its training, in which each position drafts the text's own tokens from its own state."""
+    """In each training pass a position drafts the text's tokens from its state."""
     theirs = saved(model, tmp_path, "eagle3", layer, draft_vocab, **entries)
     head = EagleHead.from_pretrained(tmp_path, model)
     assert head.feature_layers == (0, 2, 1) and head.vocab_size == draft_vocab
@@ -112,7 +110,7 @@ def test_eagle3(model, tmp_path, layer, draft_vocab, entries):
 
 
 def test_peagle(model, tmp_path):
-    """All that is sampled in a pass of its training, which has tokens that are not known behind many positions."""
+    """Unknown tokens follow many positions of a training pass."""
     theirs = saved(model, tmp_path, "peagle", list(LAYERS)[2], 64, fc_norm=True, mask_token_id=3)
     head = EagleHead.from_pretrained(tmp_path, model)
     torch.manual_seed(7)
@@ -120,7 +118,7 @@ def test_peagle(model, tmp_path):
     documents = torch.zeros(1, LENGTH, dtype=torch.long)
     call = partial(theirs, features, tokens, documents, verifier_last_hidden_states=torch.randn(1, LENGTH, 128))
     ratios = {"num_depths": STEPS, "down_sample_ratio": 1.0, "down_sample_ratio_min": 1.0}
-    torch.manual_seed(8)  # by which it chooses positions
+    torch.manual_seed(8)  # its choice of positions
     (expected,) = logits_of(theirs, lambda: call(**ratios, loss_config=resolve_loss_config("kl_div", "eager")))
     torch.manual_seed(8)
     anchors, depths = generate_cod_sample_indices(LENGTH, torch.ones(1, LENGTH), **ratios)

@@ -1,4 +1,4 @@
-"""Multi-token prediction layers that speculators saved: ours compute what speculators' own forward does."""
+"""MTP layers saved by speculators compute as its forward does."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ TARGETS = {"qwen3": tiny_qwen, "qwen3_next": tiny_hybrid, "qwen3_5": lambda: tin
 
 @pytest.fixture(scope="module", params=TARGETS)
 def case(request, tmp_path_factory):
-    """A target, a random layer of speculators for it, and the folder where speculators saved it."""
     model, folder = TARGETS[request.param](), tmp_path_factory.mktemp(request.param)
     config = MTPSpeculatorConfig(
         transformer_layer_config=model.config,
@@ -42,7 +41,7 @@ def case(request, tmp_path_factory):
 
 
 def test_logits(case):
-    """Three passes of its training, each from the states of the one before."""
+    """Training passes start from states of the one before."""
     model, theirs, folder = case
     head = MtpHead.from_pretrained(folder, model)
     torch.manual_seed(7)

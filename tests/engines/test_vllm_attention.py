@@ -1,4 +1,4 @@
-"""The attention backend under vLLM's own scheduling and speculation: outputs are those of vLLM's backend."""
+"""The attention backend produces the output of vLLM's backend under its scheduling and speculation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ PROMPTS = token_prompts()
 
 @pytest.mark.parametrize("layout", of_runner(LAYOUTS, LAYOUTS[::5]))
 def test_layouts_are_used_in_place(stock, layout):
-    """Trees are compacted in them."""
     with engine(**tree_options("model"), block_size=16, env={"VLLM_KV_CACHE_LAYOUT": layout}) as llm:
         cache = runner_of(llm).kv_caches[0]
         k_cache, v_cache = kv_views(cache, "auto")
@@ -55,7 +54,7 @@ def test_eagle_chains(stock, tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        dict(max_num_batched_tokens=16, max_num_seqs=3),  # prompts are read in chunks
+        dict(max_num_batched_tokens=16, max_num_seqs=3),  # prompts in chunks
         dict(env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}),
     ],
 )
@@ -65,7 +64,7 @@ def test_output_is_stock(stock, options):
 
 
 def test_half_precision_is_as_exact_as_stock():
-    """In bf16 every layer rounds, whichever the backend, and nearly tied tokens may swap; so errors are compared."""
+    """Every backend rounds in bf16 and may swap nearly tied tokens, so errors are compared."""
     exact = prompt_logprobs()
     stock_error = (prompt_logprobs(dtype="bfloat16") - exact).square().mean().sqrt()
     error = (prompt_logprobs(dtype="bfloat16", attention_backend="CUSTOM") - exact).square().mean().sqrt()
@@ -74,7 +73,7 @@ def test_half_precision_is_as_exact_as_stock():
 
 
 def test_fp8_cache(stock):
-    """Against vLLM's backend without fp8: the first tokens survive the rounding of keys and values."""
+    """The first tokens survive fp8 rounding of keys and values."""
     with engine(attention_backend="CUSTOM", kv_cache_dtype="fp8") as llm:
         cache = runner_of(llm).kv_caches[0]
         assert cache.element_size() == 1
@@ -85,7 +84,7 @@ def test_fp8_cache(stock):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_new_weights_reach_the_sinks(dtype):
-    """A first pass with dummy weights, then other values in the same parameter, as after an update of weights."""
+    """Sinks change in place, as after an update of weights."""
     torch.manual_seed(0)
     starts, lens = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
     step = PagedTreeMetadata(3, starts, lens, torch.zeros(1, 1, dtype=torch.int32), 3)
@@ -102,7 +101,7 @@ def test_new_weights_reach_the_sinks(dtype):
 @pytest.mark.parametrize("is_neox", [True, False])
 @pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
 def test_rotation_with_the_update_of_the_cache(is_neox, cache_dtype):
-    """What vLLM's fusion of both calls gives what its own rotation and our update do; the last two rows are padding."""
+    """The fused call equals vLLM's rotation and our update; the last two rows are padding."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     torch.manual_seed(0)

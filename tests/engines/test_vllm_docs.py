@@ -19,7 +19,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_drafters_of_the_page_draft(name, tmp_path, monkeypatch):
-    """As the page says, a drafter is a module of its own, named in the configuration together with the worker."""
+    """A drafter is a module, named in the configuration with the worker."""
     (block,) = (block for block in BLOCKS if f"class {name}(" in block)
     (tmp_path / f"my_{name}.py").write_text(block)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -1,4 +1,4 @@
-"""Drafters that read the target: hidden states, outputs of its layers, Medusa heads. Greedy output is stock vLLM's."""
+"""Drafters that read the target's states leave stock vLLM's greedy output."""
 
 from __future__ import annotations
 
@@ -36,15 +36,14 @@ SCHEDULES = {"plain": {}, "chunked": dict(max_num_batched_tokens=40), "preempted
 
 
 def reading(outputs: list[list[int]], **options: Any) -> dict[str, Any]:
-    """Options of an engine whose drafter knows the outputs and looks at what it is told of the target."""
     return oracle_options(PROMPTS, outputs, "ReadingDrafter", **options)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_features_are_those_of_the_layers(stock, schedule):
-    """As transformers computes them, at all tokens of prompts and outputs but the newest.
+    """All tokens but the newest have transformers' features.
 
-    The drafter raises where the output layer turns a hidden state into another token than the root.
+    The drafter raises where a hidden state yields another token than the root.
     """
     from transformers import AutoModelForCausalLM
 
@@ -62,7 +61,7 @@ def test_features_are_those_of_the_layers(stock, schedule):
     assert len(texts) == len(PROMPTS)
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
     for tokens, features in texts:
-        # The tuple begins with the embeddings and ends behind the last norm, so that the last layer is not in it.
+        # The tuple begins with the embeddings and ends after the last norm, so it lacks the last layer.
         with torch.no_grad():
             states = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
         expected = torch.cat([states[layer + 1][0] for layer in layers], dim=1)
@@ -70,7 +69,7 @@ def test_features_are_those_of_the_layers(stock, schedule):
 
 
 def test_two_ranks_get_the_same_states(stock):
-    """Every rank computes the output layer with the others; the drafter raises where that gives another token."""
+    """The drafter raises on each rank where the output layer yields another token."""
     with engine(**reading(stock, layers=[2]), **RANKS, **NO_PREFIXES) as llm:
         assert generate(llm, PROMPTS) == stock
         assert accepted(llm) > 12 * len(PROMPTS)
@@ -101,7 +100,6 @@ def test_a_drafter_from_a_folder(stock, options, schedule):
 
 @pytest.mark.parametrize("tree", ["whole", pytest.param("auto", marks=V1_ONLY)])
 def test_a_memory_over_requests(stock, tree):
-    """The second time each answer is copied from the first one."""
     with engine(**tree_options("suffix", tree=tree)) as llm:
         assert generate(llm, PROMPTS) == stock
         first = accepted(llm)
@@ -113,7 +111,7 @@ def test_a_memory_over_requests(stock, tree):
 @HEADS
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_heads_that_are_not_asked_in_every_step(stock, drafter, schedule, monkeypatch):
-    """Chosen trees: what the drafter was not asked for is read later. Here every second plan is to draft nothing."""
+    """Every second plan drafts nothing, and the drafter reads those tokens later."""
     plan, plans = BatchTuner.plan, []
 
     def other(tuner, *args):
@@ -131,7 +129,7 @@ def test_heads_that_are_not_asked_in_every_step(stock, drafter, schedule, monkey
 
 
 def test_rows_that_stay():
-    """Three requests: one reads a chunk of its prompt, one has a tree, one a root alone."""
+    """Requests read a chunk, have a tree, or only a root."""
     accept = torch.tensor([[0, -1, -1], [0, 2, 3], [0, -1, -1]])
     rows = kept_rows([4, 5, 1], [0, 3, 1], Accepted(torch.tensor([3, 7, 9]), [0, 4, 0], accept))
     assert rows == [[0, 1, 2, 3], [4, 6, 7], [9]]

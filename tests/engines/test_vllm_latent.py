@@ -1,4 +1,4 @@
-"""Models with latent attention, their latents cached and with ordinary heads: output is stock vLLM's."""
+"""Latent attention, as latents or ordinary heads, produces stock vLLM's output."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from pagedtree.integrations.vllm.attention import PagedTreeBackend
 from pagedtree.integrations.vllm.latent import PagedTreeLatentBackend
 
 PROMPTS = token_prompts()
-# Stock vLLM with its rotation in torch, as where it compiles; `limits.avoid_rotary_op` says why.
+# Stock vLLM with its rotation in torch; see `limits.avoid_rotary_op`.
 STOCK = {"attention_backend": "CPU_MLA", "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 CUSTOM = {"attention_backend": "CUSTOM"}
-HEADS = {"env": {"VLLM_MLA_DISABLE": "1"}}  # vLLM expands the latents to ordinary heads
+HEADS = {"env": {"VLLM_MLA_DISABLE": "1"}}  # expands latents to ordinary heads
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, "rope_theta": 10000.0}
 YARN |= {"mscale": 0.7, "mscale_all_dim": 0.7, "beta_fast": 32, "beta_slow": 1}
 SIZES = dict(vocab_size=2048, hidden_size=256, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4)
@@ -42,7 +42,7 @@ EXPERTS = dict(moe_intermediate_size=64, n_routed_experts=4, num_experts_per_tok
 EXPERTS |= dict(first_k_dense_replace=1)
 GREEDY = dict(topk_method="greedy", n_group=1, topk_group=1)
 NOAUX = dict(topk_method="noaux_tc", n_group=2, topk_group=1)
-# Heads of 192, 96 and 256 columns where vLLM expands them, values padded to that.
+# Expanded heads have 192, 96 and 256 columns, with padded values.
 MODELS: dict[str, dict[str, Any]] = {
     "DeepseekV2": dict(q_lora_rank=None, qk_nope_head_dim=128, v_head_dim=128, rope_parameters=YARN, **GREEDY),
     "DeepseekV3": dict(q_lora_rank=64, qk_nope_head_dim=32, v_head_dim=32, num_nextn_predict_layers=0, **NOAUX),
@@ -51,14 +51,14 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def write_model(name: str, folder: Path) -> str:
-    """A random model with a dense layer and two of experts."""
+    """A dense layer and two of experts."""
     import transformers
 
     config = getattr(transformers, f"{name}Config")(**SIZES, **EXPERTS, **MODELS[name])
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():
-        model.model.embed_tokens.weight *= 0.1  # the layers have a say, else each token repeats itself
+        model.model.embed_tokens.weight *= 0.1  # lets layers matter, else each token repeats itself
     model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(TARGET) / file, folder)
@@ -72,7 +72,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def stock(model) -> list[list[int]]:
-    """Greedy output of vLLM's own backend for latents."""
     with engine(model=model, **STOCK) as llm:
         assert runner_of(llm).attn_groups[0][0].backend.get_name() == "CPU_MLA"
         output = generate(llm, PROMPTS)
@@ -82,14 +81,12 @@ def stock(model) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def deepseek(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[list[int]]]:
-    """One of the models, and its greedy output."""
     path = write_model("DeepseekV3", tmp_path_factory.mktemp("deepseek"))
     with engine(model=path, **CUSTOM) as llm:
         return path, generate(llm, PROMPTS)
 
 
 def oracle(outputs: list[list[int]]) -> dict[str, Any]:
-    """Options of an engine whose drafter knows the outputs."""
     return oracle_options(PROMPTS, outputs)
 
 
@@ -103,7 +100,7 @@ def test_greedy_output_is_stock(model, stock, heads):
         assert accepted(llm) > 12 * len(PROMPTS)
 
 
-CHAINS = {**CUSTOM, "speculative_config": NGRAM}  # vLLM's own
+CHAINS = {**CUSTOM, "speculative_config": NGRAM}  # vLLM's drafter
 
 
 @pytest.mark.parametrize(
@@ -118,7 +115,6 @@ def test_drafters(deepseek, drafting):
 
 @V1_ONLY
 def test_half_precision_is_as_exact_as_stock(deepseek):
-    """In bf16 errors are compared, as for ordinary heads."""
     path, _ = deepseek
     exact = prompt_logprobs(model=path, **STOCK)
     stock_error = (prompt_logprobs(model=path, dtype="bfloat16", **STOCK) - exact).square().mean().sqrt()
@@ -128,7 +124,7 @@ def test_half_precision_is_as_exact_as_stock(deepseek):
 
 @V1_ONLY
 def test_vllms_rotary_op_depends_on_the_batch(deepseek):
-    """Why `limits.avoid_rotary_op` is there; once this fails, vLLM is mended and that function can go."""
+    """A failure means that vLLM is fixed and `limits.avoid_rotary_op` can go."""
     path, expected = deepseek
     with engine(model=path) as llm:
         assert generate(llm, PROMPTS) != expected
@@ -143,14 +139,14 @@ def test_two_tensor_parallel_ranks(deepseek):
 
 
 def test_chunked_prefill_prefix_cache_and_block_size(deepseek, monkeypatch):
-    """vLLM leaves these to its user where the CPU has AMX; elsewhere it has none of them for latent models."""
+    """vLLM allows these for latent models on CPUs with AMX alone."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     path, expected = deepseek
     options = {"max_num_batched_tokens": 40, "block_size": 8, "enable_prefix_caching": True}
     for drafting in (CUSTOM, oracle(expected)):
         with engine(model=path, **drafting, **options) as llm:
             assert generate(llm, PROMPTS) == expected
-            assert generate(llm, PROMPTS) == expected  # reads blocks that trees were compacted in
+            assert generate(llm, PROMPTS) == expected  # reads blocks with compacted trees
             assert runner_of(llm).kv_caches[0].shape[2] == 8
             assert metrics_of(llm)["vllm:prefix_cache_hits"] > 0
 

@@ -1,4 +1,4 @@
-"""What draft trees do not support is refused by name, at the start or when the request is made."""
+"""Unsupported options are refused by name."""
 
 from __future__ import annotations
 
@@ -78,7 +78,6 @@ def start(**options) -> LLM:
 
 
 def speculating(drafter: str = "ngram", **changes) -> dict[str, Any]:
-    """Options of an engine with trees whose speculative configuration is changed."""
     options = tree_options(drafter)
     options["speculative_config"].update(changes)
     return options
@@ -116,7 +115,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         (f"{DIVISOR}2, got {n}", {**speculating("model", draft_tensor_parallel_size=n), "tensor_parallel_size": 2})
         for n in (3, 4)
     ),
-    # A drafter named by the method of one runner does not run on the other.
+    # One runner's method does not run on the other.
     *(
         (f"{METHOD_OF}{runner} = {right}, got {wrong}", {**speculating(method=wrong), "env": {USES_V2: value}})
         for runner, value, right, wrong in (
@@ -124,7 +123,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
             ("V1", "0", "custom_class", "ngram_gpu"),
         )
     ),
-    # Names that are mistyped, and one that is imported there and takes other arguments.
+    # Mistyped names, and one with other arguments.
     *(
         (rf"speculative_config\.model.*{re.escape(name)}", speculating(model=name))
         for name in (
@@ -139,7 +138,7 @@ REFUSED += of_runner(
         ("logprobs_mode", {**NGRAMS, "logprobs_mode": "processed_logits"}),
         ("max_logprobs", {**NGRAMS, "logprobs_mode": "processed_logprobs", "max_logprobs": -1}),
     ],
-    # V2 gives log-probabilities in every mode, and must not be asked to choose nodes.
+    # V2 has log-probabilities in every mode, but no choice of nodes.
     [
         ("expected tree = \"whole\", got 'auto'", tree_options("ngram", tree="auto")),
         ("enable_batch_sharded_sampling", {**NGRAMS, "enable_batch_sharded_sampling": True, "tensor_parallel_size": 2}),
@@ -164,7 +163,7 @@ def test_installed_logits_processors_are_refused(tmp_path, monkeypatch):
 
 
 def test_layers_whose_batches_vllm_changes_are_refused():
-    """vLLM's wrappers build another batch for such layers, here that of chunks."""
+    """vLLM's wrappers build another batch for such layers, here of chunks."""
     from vllm.model_executor.layers.attention.chunked_local_attention import create_chunked_local_attention_backend
 
     wrapped = create_chunked_local_attention_backend(PagedTreeBackend, 32)
@@ -209,7 +208,7 @@ def test_wrong_options_are_refused_at_the_start(drafter, options, message):
 
 
 def test_the_log_names_worker_backend_and_drafter(caplog):
-    # vLLM's own handler is on "vllm", which does not hand records on.
+    # vLLM's handler is on "vllm", which does not propagate records.
     logs = [logging.getLogger(name) for name in ("vllm.pagedtree", "vllm.v1.sample.logits_processor")]
     with contextlib.ExitStack() as stack:
         for log in logs:
@@ -217,7 +216,7 @@ def test_the_log_names_worker_backend_and_drafter(caplog):
             stack.callback(log.removeHandler, caplog.handler)
             stack.enter_context(caplog.at_level(logging.INFO, logger=log.name))
         start(**tree_options("ngram"))
-    assert "min_p and logit_bias" not in caplog.text  # which do work
+    assert "min_p and logit_bias" not in caplog.text  # both work
     for name in (
         f"model runner {RUNNER}",
         "worker.TreeCPUWorker",

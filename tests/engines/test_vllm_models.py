@@ -1,4 +1,4 @@
-"""Other models and splits: sliding windows, layers of two kinds with softcap, two tensor-parallel ranks."""
+"""Sliding windows, layers of two kinds with softcap, and tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WINDOW = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sli
 
 
 def test_sliding_windows():
-    """The toy's target with a window shorter than the prompts; a tree node's position is its depth's."""
+    """The window is shorter than the prompts, and depth determines a node's position."""
     with engine() as llm:
         unlimited = generate(llm, PROMPTS)
     with engine(hf_overrides=WINDOW) as llm:
@@ -27,7 +27,7 @@ def test_sliding_windows():
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A random Gemma 2: softcap, and a window in every second layer, so that vLLM keeps two groups of caches."""
+    """A random Gemma 2 with windows in every second layer has two groups of caches."""
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     folder = tmp_path_factory.mktemp("gemma")
@@ -37,7 +37,7 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> str:
     ends = dict(max_position_embeddings=1024, bos_token_id=0, eos_token_id=1)
     model = Gemma2ForCausalLM(Gemma2Config(**sizes, **heads, **ends, attn_logit_softcapping=5.0))
     with torch.no_grad():
-        model.model.embed_tokens.weight *= 0.03  # the layers have a say, else each token repeats itself
+        model.model.embed_tokens.weight *= 0.03  # lets layers matter, else each token repeats itself
     model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(TARGET) / name, folder)
@@ -48,7 +48,7 @@ def test_two_groups_of_caches_and_softcap(gemma):
     with engine(model=gemma) as llm:
         expected = generate(llm, PROMPTS)
     assert all(len(set(output)) > 2 for output in expected)
-    # Drafted by the target itself: whole paths are accepted.
+    # The target drafts itself, so whole paths are accepted.
     for options in ({"attention_backend": "CUSTOM"}, tree_options("model", model=gemma)):
         with engine(model=gemma, **options, block_size=16) as llm:
             assert len(runner_of(llm).kv_cache_config.kv_cache_groups) == 2
@@ -68,7 +68,7 @@ def test_two_groups_of_caches_and_softcap(gemma):
     ],
 )
 def test_two_tensor_parallel_ranks(drafter, draft_ranks, tree):
-    """Each rank has its heads and its cache; the first one drafts for both, or both share the draft model, too."""
+    """The first rank drafts for both, or they share the draft model."""
     with engine() as llm:
         expected = generate(llm, PROMPTS)
     options = tree_options(drafter, tree=tree)

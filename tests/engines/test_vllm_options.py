@@ -1,4 +1,4 @@
-"""Request options with draft trees: greedy text is stock vLLM's, seeded text does not depend on the trees."""
+"""Request options with draft trees: greedy text is stock vLLM's, seeded text independent of trees."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ SCHEMA = {
 }
 EBNF = 'root ::= "x = " expr\nexpr ::= term (" + " term)*\nterm ::= [a-z]+ | [0-9]+ | "(" expr ")"'
 
-# What may be asked for together.
+# Options that combine.
 OPTIONS: dict[str, dict[str, Any]] = {
     "presence_penalty": dict(presence_penalty=1.1),
     "frequency_penalty": dict(frequency_penalty=0.6),
     "repetition_penalty": dict(repetition_penalty=1.3),
-    "min_tokens": dict(min_tokens=14, stop_token_ids=[200, 9]),  # which most texts have sooner
+    "min_tokens": dict(min_tokens=14, stop_token_ids=[200, 9]),  # most texts have them sooner
     "min_p": dict(min_p=0.3),
     "logit_bias": dict(logit_bias={5: 3.0, 300: 6.0, 17: -8.0}),
     "allowed_token_ids": dict(allowed_token_ids=list(range(0, 900))),
@@ -66,7 +66,6 @@ GRAMMARS: dict[str, Callable[[], StructuredOutputsParams]] = {
 
 
 def request(grammar: str | None = None, **options: Any) -> SamplingParams:
-    """Greedy unless a temperature is given."""
     settings = {"temperature": 0.0, "max_tokens": 32, "ignore_eos": grammar is None, **options}
     if grammar is not None:
         settings["structured_outputs"] = GRAMMARS[grammar]()
@@ -74,7 +73,6 @@ def request(grammar: str | None = None, **options: Any) -> SamplingParams:
 
 
 def subsets(count: int = of_runner(40, 12)) -> list[SamplingParams]:
-    """Random subsets of the options, a grammar in every third."""
     choose = random.Random(7)
     found = []
     for n in range(count):
@@ -86,7 +84,6 @@ def subsets(count: int = of_runner(40, 12)) -> list[SamplingParams]:
 
 
 def answers(llm: LLM) -> dict[str, Any]:
-    """Asks an engine with each option, each grammar and random subsets; returns its answers and what it accepted."""
     found: dict[str, Any] = {"plain": generate(llm, PROMPTS, request())}
     for name, options in OPTIONS.items():
         found[name] = outputs_of(llm, PROMPTS, request(**options))
@@ -98,7 +95,6 @@ def answers(llm: LLM) -> dict[str, Any]:
 
 
 def cycled(count: int) -> list[list[int]]:
-    """So many prompts, the same ones again and again."""
     return [PROMPTS[n % len(PROMPTS)] for n in range(count)]
 
 
@@ -112,7 +108,7 @@ def tokens_of(outputs: list[Any]) -> list[tuple[list[int], str | None]]:
 
 @pytest.fixture(scope="module")
 def stock() -> dict[str, Any]:
-    """vLLM without us, and without speculation."""
+    """Runs without speculation."""
     with engine(max_num_seqs=16) as llm:
         return answers(llm)
 
@@ -128,7 +124,7 @@ def trees(request, stock) -> dict[str, Any]:
 @pytest.mark.parametrize("name", [*OPTIONS, *(f"structured_outputs {name}" for name in GRAMMARS), "subsets"])
 def test_greedy_text_is_stock(stock, trees, name):
     assert tokens_of(trees[name]) == tokens_of(stock[name])
-    if name not in ("min_p", "logprobs", "prompt_logprobs"):  # which leave greedy text as it is
+    if name not in ("min_p", "logprobs", "prompt_logprobs"):  # these leave greedy text unchanged
         assert [tokens for tokens, _ in tokens_of(stock[name])] != stock["plain"]
 
 
@@ -139,7 +135,7 @@ def check_logprobs(outputs: list[Any], expected: list[Any]) -> None:
 
 
 def same_logprobs(got: Any, expected: Any) -> None:
-    """Token by token: the same candidates with the same ranks, and values that differ by rounding alone."""
+    """Values may differ by rounding, candidates and ranks not."""
     assert (got is None) == (expected is None)
     if expected is None:
         return
@@ -150,7 +146,7 @@ def same_logprobs(got: Any, expected: Any) -> None:
             continue
         ours, theirs = (
             {token: entry for token, entry in table.items() if entry.logprob > -math.inf} for table in (ours, theirs)
-        )  # which of the forbidden tokens are listed is nobody's choice
+        )  # the listed forbidden tokens are arbitrary
         assert {t: (e.rank, e.decoded_token) for t, e in ours.items()} == {
             t: (e.rank, e.decoded_token) for t, e in theirs.items()
         }
@@ -214,7 +210,6 @@ SAMPLINGS = [
 
 
 def seeded() -> list[SamplingParams]:
-    """Subsets of the options with a seed, and samplings without options."""
     params = subsets()
     for n, of_request in enumerate(params):
         of_request.temperature, of_request.top_p, of_request.top_k, of_request.seed = 1.2, 0.95, 50 * (n % 2), 100 + n
@@ -278,7 +273,7 @@ def test_grammars_begin_behind_the_reasoning():
 
 
 def test_text_behind_the_end_of_a_grammar_is_free():
-    """With ignore_eos vLLM goes on behind the end, without the grammar."""
+    """With ignore_eos vLLM continues after the grammar's end."""
     params = request("choice")
     params.ignore_eos = True
     with engine() as llm:
@@ -290,7 +285,7 @@ def test_text_behind_the_end_of_a_grammar_is_free():
 
 
 def test_separate_processes():
-    """Both tensor-parallel ranks sample, and the first answers; the grammars are in another process."""
+    """Both ranks sample, and grammars are in another process."""
     params = subsets(12)
     prompts = cycled(len(params))
     with engine(max_num_seqs=16) as llm:
@@ -318,7 +313,7 @@ def test_other_drafters_keep_vllms_refusals(name):
 
 @V1_ONLY
 def test_what_is_not_asked_for_costs_nothing():
-    """Without options no tensor of them is made, and without grammars no thread is started."""
+    """No options make no tensor, no grammars no thread."""
     with engine(**tree_options("ngram")) as llm:
         generate(llm, PROMPTS)
         assert runner_of(llm)._options._options is None

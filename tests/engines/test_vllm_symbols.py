@@ -1,6 +1,6 @@
-"""What the plugins take from vLLM, by name, in the sources of the installed release; nothing of it is imported.
+"""The plugins' names of vLLM exist in its sources, which are not imported.
 
-Run for the release that the other tests run in, and for the one after it (`make test-engines ENGINE=vllm_next`).
+Run for the tests' release and the next one (`make test-engines ENGINE=vllm_next`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ OWNERS = {
 
 
 def imported() -> Iterator[tuple[str, str]]:
-    """Module and name of each import from vLLM, those inside functions, too."""
+    """Includes imports inside functions."""
     for tree in FILES.values():
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
@@ -70,7 +70,7 @@ def imported() -> Iterator[tuple[str, str]]:
 
 
 def names_in(path: str) -> set[str]:
-    """What a module, or a package by its __init__.py, defines or imports."""
+    """Includes names that a package imports."""
     is_package = (SOURCES.folder / path).is_dir()
     found = {entry.stem for entry in (SOURCES.folder / path).iterdir()} if is_package else set()
     for node in ast.walk(ast.parse(SOURCES.text(f"{path}/__init__.py" if is_package else f"{path}.py"))):
@@ -83,7 +83,7 @@ def names_in(path: str) -> set[str]:
             found |= {alias.asname or alias.name for alias in node.names}
             if isinstance(node, ast.ImportFrom) and node.level and node.names[0].name == "*":
                 found |= names_in(f"{path}/{node.module}")
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # packages that import lazily, by name
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # packages with lazy imports
             found.add(node.value)
     return found
 
@@ -98,7 +98,7 @@ def own_class(file: str, name: str) -> ast.ClassDef:
 
 
 def arguments(function: ast.FunctionDef) -> tuple[list[str], bool]:
-    """Names, without self, and whether the function takes any others as well."""
+    """Returns names without self, and whether others are accepted."""
     signature = function.args
     names = [argument.arg for argument in [*signature.args, *signature.kwonlyargs]][1:]
     return names, signature.vararg is not None or signature.kwarg is not None
@@ -116,7 +116,7 @@ def calls_super(function: ast.FunctionDef) -> bool:
 
 @pytest.mark.parametrize(("file", "name"), BASES)
 def test_methods_override(file: str, name: str) -> None:
-    """Each public method, and each that calls or replaces vLLM's, is one of vLLM's with the same parameters."""
+    """Public and overriding methods have vLLM's parameters."""
     theirs: dict[str, Any] = {}
     for path, base in reversed(BASES[file, name]):
         body = SOURCES.definition(path, base).body
@@ -171,7 +171,7 @@ def test_the_speculator_is_called_with_these_arguments() -> None:
 
 
 def test_the_method_that_carries_drafters_may_name_a_model() -> None:
-    """On V2 the drafter is the `model` of vLLM's n-gram method, which vLLM leaves as it is given."""
+    """V2's drafter is the `model` of the n-gram method, which vLLM leaves unchanged."""
     text = SOURCES.text("config/speculative.py")
     assert 'NgramGPUTypes = Literal["ngram_gpu"]' in text
     assert text.index("if self.model is None and self.num_speculative_tokens is not None:") < text.index(

@@ -1,4 +1,4 @@
-"""Draft trees in vLLM: greedy output is stock vLLM's, seeded output does not depend on the trees."""
+"""Draft trees in vLLM: greedy output is stock vLLM's, seeded output independent of the trees."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STOPS = [316, 320, 271, 10, 4, 13, 9, 81, 27]
 
 @pytest.fixture
 def steps(monkeypatch) -> list[tuple[list[int], list[int]]]:
-    """For each step with trees: the drafts scheduled, and the drafts proposed, of the requests that have some."""
+    """Records scheduled and proposed drafts of each step, by request."""
     records: list[tuple[list[int], list[int]]] = []
     lay_out = TreeRunner._lay_out_trees
 
@@ -63,14 +63,14 @@ def test_greedy_output_is_stock(stock, steps, drafter, block_size):
         assert runner.kv_caches[0].shape[2] == block_size
         assert generate(llm, PROMPTS) == stock
         assert drafter is None or accepted(llm) > len(PROMPTS)
-    if drafter == "ngram":  # a different tree for each request
+    if drafter == "ngram":
         assert any(len(set(scheduled)) > 1 for scheduled, _ in steps)
 
 
 @V1_ONLY
 @pytest.mark.parametrize("drafter", ["ngram", "model"])
 def test_chosen_trees_give_stock_output(stock, steps, drafter):
-    """Prompts are read beside them, and requests come and go."""
+    """Steps also read prompts, and requests come and go."""
     with engine(**tree_options(drafter, tree="auto"), max_num_batched_tokens=40) as llm:
         assert generate(llm, PROMPTS) == stock
         assert runner_of(llm).drafter._tuner.tuner.costs
@@ -79,7 +79,7 @@ def test_chosen_trees_give_stock_output(stock, steps, drafter):
 
 @V1_ONLY
 def test_chosen_trees_verify_repetitions(steps):
-    """A text that only repeats keeps its drafts, at the size of the batch that its request has."""
+    """A repeating text keeps its drafts at its request's batch size."""
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     with engine() as llm:
         expected = generate(llm, PROMPTS[:1], params)
@@ -100,7 +100,7 @@ def test_prefix_cache_hits(stock, drafter):
         first = generate(llm, PROMPTS)
         longer = [prompt + output for prompt, output in zip(PROMPTS, first, strict=True)]
         hits = metrics_of(llm)["vllm:prefix_cache_hits"]
-        continued = generate(llm, longer)  # reads blocks that trees were compacted in
+        continued = generate(llm, longer)  # reads blocks with compacted trees
         assert metrics_of(llm)["vllm:prefix_cache_hits"] > hits
     assert first == stock
     with engine() as llm:
@@ -138,7 +138,7 @@ def test_longest_sequences_and_stop_tokens(stock):
 
 @pytest.fixture
 def depths_left(monkeypatch) -> list[int]:
-    """Tells how much deeper each request's tree could be: the last token of a text is generated, but never read."""
+    """Records the depth left below each tree; a text's last token is never read."""
     rooms: list[int] = []
     set_positions = TreeRunner._set_positions
 
@@ -157,7 +157,6 @@ def depths_left(monkeypatch) -> list[int]:
 @V1_ONLY
 @pytest.mark.parametrize("drafter", ["ngram", "model"])
 def test_no_node_is_deeper_than_its_request_may_grow(depths_left, drafter):
-    """Requests of several lengths, some of which end at the longest sequence allowed."""
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (5, 200, 24, 9, 2, 60)]
     with engine(max_model_len=96) as llm:
         expected = generate(llm, PROMPTS, params)
@@ -167,7 +166,7 @@ def test_no_node_is_deeper_than_its_request_may_grow(depths_left, drafter):
 
 
 def test_a_draft_model_with_fewer_positions(stock, tmp_path):
-    """It drafts up to its last position, and not at all further on."""
+    """It drafts up to its last position and no further."""
     shutil.copytree(DRAFT, tmp_path / "draft")
     config = json.loads((tmp_path / "draft" / "config.json").read_text())
     (tmp_path / "draft" / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 40}))
@@ -204,7 +203,7 @@ def test_requests_without_a_seed_differ_and_outcomes_are_many():
 
 @pytest.mark.parametrize("left_out", ["_set_positions", "_set_masks", "_compact"])
 def test_each_part_is_needed(stock, monkeypatch, left_out):
-    """Negative controls: without depth positions, masks or compaction the output is wrong."""
+    """Output is wrong without depth positions, masks or compaction."""
     monkeypatch.setattr(TreeRunner, left_out, lambda *args: None)
     with engine(**tree_options("model"), block_size=16) as llm:
         got = generate(llm, PROMPTS)
@@ -224,8 +223,7 @@ def test_absent_nodes_are_left_out():
 
 
 def sessions(llm: LLM) -> tuple[list[list[int]], int]:
-    """The answers to sessions of streaming input, whose parts come when the answer to the last one has ended, and the
-    most tokens of a step."""
+    """Returns the sessions' answers, each of which precedes the next part, and the most tokens of a step."""
     core = llm.llm_engine.engine_core.engine_core
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, stop_token_ids=STOPS)
     parts = {f"s{n}": [PROMPTS[n], PROMPTS[n - 1][:20], PROMPTS[n - 2][:30]] for n in range(4)}
@@ -233,7 +231,7 @@ def sessions(llm: LLM) -> tuple[list[list[int]], int]:
     waiting, most = set(parts), 0
     while parts:
         for name in waiting & set(parts):
-            prompt = {"prompt_token_ids": [*parts[name].pop(0)]}  # which the session extends
+            prompt = {"prompt_token_ids": [*parts[name].pop(0)]}  # the session extends it
             request = llm.llm_engine.input_processor.process_inputs(
                 name, prompt, params, supported_tasks=("generate",), resumable=True
             )
@@ -253,7 +251,7 @@ def sessions(llm: LLM) -> tuple[list[list[int]], int]:
 
 @pytest.mark.parametrize("drafter", of_runner(["model", "eagle"], ["ngram"]))
 def test_sessions_whose_parts_end_inside_a_path(drafter):
-    """The accepted tokens behind a stop are no part of the session."""
+    """Accepted tokens after a stop are no part of the session."""
     own = {"model": TARGET, "depth": 8, "width": 1} if drafter == "model" else {}
     with engine() as llm:
         expected, _ = sessions(llm)
@@ -264,7 +262,7 @@ def test_sessions_whose_parts_end_inside_a_path(drafter):
 
 @V1_ONLY
 def test_runner_takes_the_drafts_of_nobody_as_a_chain(stock, monkeypatch):
-    """Drafts that vLLM schedules without a proposal (its placeholders): verified, and wrong ones rejected."""
+    """Placeholders that vLLM schedules are verified and rejected."""
     monkeypatch.setattr(TreeRunner, "_proposed", property(lambda self: {}, lambda self, value: None), raising=False)
     with engine(**tree_options("model", width=1, depth=3, num_nodes=4)) as llm:
         assert runner_of(llm)._proposed == {}

@@ -1,4 +1,4 @@
-"""What only vLLM's model runner V2 does: steps scheduled before results are known, everything on the device."""
+"""Runner V2 schedules steps before results are known and keeps everything on the device."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from pagedtree.integrations.vllm import speculator
 from pagedtree.integrations.vllm.async_scheduler import AsyncTreeScheduler
 
 PROMPTS = token_prompts(4)
-# What waits for a device's results.
+# Methods that wait for a device.
 WAITS = ["item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__"]
 OURS = str(Path(speculator.__file__).parent)
 OPTIONS = dict(presence_penalty=0.5, logit_bias={5: 2.0}, bad_words=["the name"], min_tokens=3, top_k=40, logprobs=2)
 
 
 def test_a_short_look():
-    """What CI runs of V2: requests of several lengths and with options, all at once, in as few engines as can be."""
+    """CI's part of V2, in few engines."""
     greedy = {"temperature": 0, "ignore_eos": True}
     params = [SamplingParams(max_tokens=n, **greedy) for n in (11, 7, 4)]
     params.append(SamplingParams(max_tokens=6, **greedy, **OPTIONS))
@@ -54,7 +54,7 @@ def test_a_short_look():
 
 @pytest.fixture
 def waits(monkeypatch) -> list[str]:
-    """The file and the method of each time that code of ours, or what it calls, waits for a tensor."""
+    """Records each wait for a tensor below our code."""
     found: list[str] = []
 
     def recorded(name: str) -> Any:
@@ -79,7 +79,6 @@ def waits(monkeypatch) -> list[str]:
 
 @pytest.mark.parametrize("drafter", ["ngram", "medusa"])
 def test_no_step_waits_for_the_device(stock, waits, drafter):
-    """Not with any option of a request, either."""
     with engine(**tree_options(drafter)) as llm:
         core = llm.llm_engine.engine_core.engine_core
         assert core.async_scheduling and isinstance(core.scheduler, AsyncTreeScheduler)
@@ -131,7 +130,7 @@ def test_requests_that_are_aborted_leave_the_others_alone():
 
 
 def test_drafts_that_vllm_pads_a_request_with_are_nobodys(monkeypatch):
-    """A prompt of which the cache has all but the last token: vLLM schedules it with placeholders for drafts."""
+    """A prompt whose cache lacks only the last token gets placeholders."""
     padded: list[bool] = []
     lay_out = TreeRunner._lay_out_trees
 
@@ -150,7 +149,7 @@ def test_drafts_that_vllm_pads_a_request_with_are_nobodys(monkeypatch):
 
 
 def test_the_batch_bounds_the_nodes(stock):
-    """vLLM's schedule of draft tokens by the number of requests: the first nodes of each tree."""
+    """vLLM's schedule by batch size keeps the first nodes of each tree."""
     options = tree_options("ngram")
     options["speculative_config"]["num_speculative_tokens_per_batch_size"] = [[1, 2, 15], [3, 4, 6]]
     with engine(**options) as llm:
@@ -159,7 +158,7 @@ def test_the_batch_bounds_the_nodes(stock):
 
 
 def test_the_steps_that_warm_a_gpu_up_run_with_trees(stock):
-    """With every option, and drafts for some of the requests."""
+    """Warm-up has every option."""
     with engine(**tree_options("ngram")) as llm:
         worker = llm.llm_engine.model_executor.driver_worker.worker
         warmup_kernels(runner_of(llm), worker.execute_model, worker.sample_tokens)

@@ -1,4 +1,4 @@
-"""vLLM's captured graphs of model runner V2, on a stand-in that records ops with their tensors and runs them again."""
+"""Captured graphs of runner V2, on a stand-in that records and replays ops."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from pagedtree import build_trees, select_nodes
 from pagedtree.integrations.vllm.attention import PagedTreeMetadataBuilder
 
 PROMPTS = token_prompts(3)
-CAPTURED = CUDAGraphMode.FULL_DECODE_ONLY  # what vLLM makes of its default where it cannot split a model into pieces
+CAPTURED = CUDAGraphMode.FULL_DECODE_ONLY  # vLLM's default where it cannot split a model
 
 
 @pytest.fixture
@@ -46,12 +46,12 @@ def stand_in(monkeypatch) -> None:
     use_stand_in(monkeypatch)
     monkeypatch.setattr(cudagraph_utils, "graph_capture", lambda **kwargs: contextlib.nullcontext())
     monkeypatch.setattr(cudagraph_utils, "capture_pool", lambda *args: contextlib.nullcontext())
-    monkeypatch.setattr(model_runner, "lock_workspace", lambda: None)  # a CPU's worker makes none
+    monkeypatch.setattr(model_runner, "lock_workspace", lambda: None)  # a CPU's worker has none
     monkeypatch.setattr(type(current_platform), "get_global_graph_pool", lambda self: None, raising=False)
 
 
 def capture(llm: Any, varlen: bool = False) -> None:
-    """What vLLM does on a GPU once the caches are there; on a CPU it has no graphs."""
+    """Captures as vLLM does on a GPU."""
     runner = runner_of(llm)
     config = runner.compilation_config
     support = PagedTreeMetadataBuilder.get_cudagraph_support(runner.vllm_config, None)
@@ -62,7 +62,7 @@ def capture(llm: Any, varlen: bool = False) -> None:
     config.resolve_cudagraph_mode_and_sizes(support, "CUSTOM", runner.decode_query_len, **sizes, **flags)
     assert config.cudagraph_mode == CAPTURED
     for layer in config.static_forward_context.values():
-        layer.use_direct_call = True  # a graph holds what the op of an attention layer calls
+        layer.use_direct_call = True  # graphs hold calls of the attention op
     runner.cudagraph_manager = cudagraph_utils.ModelCudaGraphManager(
         runner.vllm_config, runner.device, CAPTURED, decode_query_len=runner.decode_query_len, varlen_decode=varlen
     )
@@ -74,7 +74,7 @@ def capture(llm: Any, varlen: bool = False) -> None:
 
 @pytest.mark.parametrize("drafter", ["ngram", "medusa"])
 def test_replayed_graphs_see_each_steps_trees(stand_in, drafter):
-    """Three requests in a graph for four, whose last tree is dead; then two, and one. Prompts are read without one."""
+    """A graph for four replays three requests, two and one; prompts run without one."""
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (24, 16, 9)]
     with engine() as llm:
         expected = generate(llm, PROMPTS, params)
@@ -82,7 +82,7 @@ def test_replayed_graphs_see_each_steps_trees(stand_in, drafter):
         capture(llm)
         assert generate(llm, PROMPTS, params) == expected
         assert Graph.replays > 5
-        if drafter == "medusa":  # a graph sees no other buffers than those it was captured with
+        if drafter == "medusa":  # a graph reads only captured buffers
             masks = runner_of(llm)._masks
             masks.num_reqs = None  # the builder's
             runner_of(llm)._masks = replace(masks, tree_mask=masks.tree_mask.clone(), tree_lens=masks.tree_lens.clone())
@@ -90,7 +90,7 @@ def test_replayed_graphs_see_each_steps_trees(stand_in, drafter):
 
 
 def test_a_captured_block_drafter(stand_in, tmp_path):
-    """vLLM captures its pass with what makes trees of its guesses."""
+    """vLLM captures the pass together with the making of trees."""
     with engine() as llm:
         expected = generate(llm, PROMPTS)
     with engine(**block_options(tmp_path), **NO_TREES) as llm:
@@ -104,7 +104,7 @@ def test_a_captured_block_drafter(stand_in, tmp_path):
 
 @pytest.fixture
 def adaptive(stand_in, monkeypatch) -> dict[str, Any]:
-    """Options of an engine with vLLM's adaptive verification, which refuses to run without graphs."""
+    """vLLM's adaptive verification refuses to run without graphs."""
     monkeypatch.setattr(VllmConfig, "_validate_adaptive_verification", lambda config: None)
     monkeypatch.setattr(model_runner, "resolve_adaptive_cudagraph_mode", lambda mode, **available: mode)
     options = tree_options("medusa")
@@ -114,7 +114,7 @@ def adaptive(stand_in, monkeypatch) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def priced_engine(**options: Any) -> Iterator[LLM]:
-    """Rows cost more from the 20th on; on a GPU vLLM measures that on its graphs."""
+    """Rows cost more from the 20th on, which vLLM would measure on a GPU."""
     with engine(**options) as llm, pytest.MonkeyPatch.context() as patch:
         manager = runner_of(llm).adaptive_verification
         patch.setattr(manager, "batches_to_profile", lambda sizes: [])
@@ -126,7 +126,7 @@ def priced_engine(**options: Any) -> Iterator[LLM]:
 
 
 def test_the_batch_keeps_its_best_nodes(adaptive, monkeypatch):
-    """vLLM chooses how many by its costs; which, as `select_nodes` does."""
+    """vLLM's costs determine the number of nodes, `select_nodes` the nodes."""
     reallocate, records = adaptive_verification.AdaptiveVerificationManager.reallocate_drafts, []
 
     def spy(manager, req_ids, idx_mapping):
@@ -139,7 +139,7 @@ def test_the_batch_keeps_its_best_nodes(adaptive, monkeypatch):
         trees = build_trees(rows, torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]).int(), max_nodes=16, max_depth=15)
         chances = [torch.cat([torch.ones(1), survival[row, : size - 1]]) for row, size in enumerate(sizes)]
         best, _ = select_nodes(trees, torch.cat(chances), len(drafts) + budget)
-        # Nodes of no probability are kept where all others are; whose they are does not matter.
+        # Owners of zero-probability nodes, kept after all others, are arbitrary.
         if (torch.cat(chances) > 0).sum() >= len(drafts) + budget:
             assert best.cu_nodes.tolist() == offsets.tolist()
         records.append((offsets.diff().tolist(), budget, sum(drafts)))
@@ -156,7 +156,7 @@ def test_the_batch_keeps_its_best_nodes(adaptive, monkeypatch):
 
 
 def test_options_of_trees_that_were_trimmed(adaptive):
-    """Grammar masks and log-probabilities follow the rows that are left."""
+    """Grammar masks and log-probabilities follow the remaining rows."""
     params = [
         SamplingParams(
             temperature=0, max_tokens=20, structured_outputs=StructuredOutputsParams(regex="[a-z]{3,9} = .*")

@@ -1,4 +1,4 @@
-"""vLLM's own DFlash speculator on model runner V2, whose guesses become trees."""
+"""vLLM's DFlash speculator on runner V2, with trees from its guesses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def block(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_trees_get_more_accepted_than_chains(stock, block):
-    """The chain is vLLM's own, on our attention backend."""
+    """The chain is vLLM's, on our attention backend."""
     guessed = {}
     with engine(**block, attention_backend="CUSTOM") as llm:
         assert generate(llm, PROMPTS) == stock

@@ -1,5 +1,5 @@
-"""`untouched.py vllm` or `sglang`: prints as JSON where the engine's functions and methods are defined, once it has
-loaded its plugins as each of its processes does. `untouched.py vllm OPTIONS` starts an engine instead."""
+"""`untouched.py vllm` or `sglang`: prints as JSON where the engine's functions and methods are defined, with plugins.
+`untouched.py vllm OPTIONS` starts an engine instead."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ MODULES = {
 
 
 def place(value: Any) -> str | None:
-    """The file and line of a function; a class by its name."""
     value = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
     if isinstance(value, FunctionType):
         return f"{value.__code__.co_filename}:{value.__code__.co_firstlineno}"

@@ -1,4 +1,4 @@
-"""vLLM engines for the tests: small, in this process, one at a time; on model runner V2 with triton_on_cpu."""
+"""Small vLLM engines, one at a time in this process; runner V2 needs triton_on_cpu."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import save_file
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
-from vllm.exceptions import VLLMValidationError  # noqa: F401 - for the tests, which import vLLM by way of this file
+from vllm.exceptions import VLLMValidationError  # noqa: F401 - tests import vLLM through this file
 from vllm.platforms import current_platform
 from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams  # noqa: F401
 from vllm.triton_utils import HAS_TRITON
@@ -40,11 +40,11 @@ else:
     from pagedtree.integrations.vllm.runner import TreeRunner  # noqa: F401
 
 RUNNER = "V2" if HAS_TRITON else "V1"
-METHOD = METHODS[RUNNER]  # of a drafter of ours
+METHOD = METHODS[RUNNER]  # of our drafters
 
 
 def of_runner(v1: Any, v2: Any) -> Any:
-    """What to test how often: under Triton's interpreter all takes ten times as long."""
+    """Chooses by runner, as Triton's interpreter is ten times slower."""
     return v1 if RUNNER == "V1" else v2
 
 
@@ -53,7 +53,7 @@ CHECKPOINTS = Path(__file__).resolve().parents[2] / "examples" / "checkpoints"
 TARGET, DRAFT, MEDUSA, EAGLE = (str(CHECKPOINTS / name) for name in ("target", "draft", "medusa", "eagle"))
 BLOCK = str(CHECKPOINTS / "block")
 NO_TREES = {"worker_cls": "pagedtree.integrations.vllm.worker.TreeCPUWorker"}
-# Caches too small for all requests: vLLM takes blocks away and reads again.
+# Caches too small for all requests, so vLLM preempts.
 PREEMPTED = {"block_size": 16, "num_gpu_blocks_override": 14, "max_model_len": 160}
 RANKS = {
     "tensor_parallel_size": 2,
@@ -64,7 +64,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3,
 
 
 def token_prompts(count: int = 6) -> list[list[int]]:
-    """Prompts of several lengths, some of which repeat themselves, some of which begin alike."""
+    """Some prompts repeat themselves, some share a prefix."""
     shared = [(31 * i * i + 7) % 1900 + 50 for i in range(40)]
     prompts = []
     for n in range(count):
@@ -75,7 +75,7 @@ def token_prompts(count: int = 6) -> list[list[int]]:
 
 @contextlib.contextmanager
 def engine(**options: Any) -> Iterator[LLM]:
-    """An engine on the toy's target in fp32; `env`: variables for as long as it lives."""
+    """Runs the toy's target in fp32; `env`: variables while it lives."""
     env: dict[str, str] = options.pop("env", {})
     settings: dict[str, Any] = {
         "model": TARGET,
@@ -96,14 +96,14 @@ def engine(**options: Any) -> Iterator[LLM]:
             del llm
             gc.collect()
             cleanup_dist_env_and_memory()
-            # Done once per process; doing it again fails in vLLM where numba has been imported meanwhile.
+            # Once per process: a second call fails after an import of numba.
             type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
 
 
 def generate(
     llm: LLM, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
 ) -> list[list[int]]:
-    """The new tokens of each prompt; greedy, 24 of them, by default."""
+    """By default 24 greedy tokens a prompt."""
     if params is None:
         params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
@@ -111,7 +111,6 @@ def generate(
 
 
 def prompt_logprobs(**options: Any) -> torch.Tensor:
-    """The log-probability of each token of the prompts, given those before it."""
     prompts = token_prompts()
     with engine(**options) as llm:
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
@@ -124,17 +123,15 @@ def prompt_logprobs(**options: Any) -> torch.Tensor:
 
 
 def runner_of(llm: LLM) -> Any:
-    """The model runner of an engine in this process."""
     return llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
 
 def metrics_of(llm: LLM) -> dict[str, float]:
-    """vLLM's counters, by name."""
     return {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
 
 
 def expect_preemptions(llm: LLM) -> None:
-    """Asserts that some requests of a cache of 14 blocks were preempted, and that in the end all blocks are free."""
+    """Asserts preemptions in a cache of 14 blocks, all free at last."""
     assert metrics_of(llm)["vllm:num_preemptions"] > 0
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 13  # one is vLLM's null block
@@ -143,7 +140,7 @@ def expect_preemptions(llm: LLM) -> None:
 def oracle_options(
     prompts: Sequence[list[int]], outputs: Sequence[list[int]], drafter: str = "OracleDrafter", **options: Any
 ) -> dict[str, Any]:
-    """Options of an engine whose drafter, one of oracle_drafter.py, knows the outputs."""
+    """The drafter, of oracle_drafter.py, knows the outputs."""
     texts = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
     return {
         **NO_TREES,
@@ -157,7 +154,7 @@ def oracle_options(
 
 
 def write_eagle_head(folder: Path) -> str:
-    """A random EAGLE-1 head for the toy's target: it drafts nonsense, which output must not show."""
+    """Writes a random EAGLE-1 head, whose nonsense output must not show."""
     config = json.loads((Path(TARGET) / "config.json").read_text())
     config.update(architectures=["EagleLlamaForCausalLM"], num_hidden_layers=1)
     (folder / "config.json").write_text(json.dumps(config))
@@ -183,7 +180,7 @@ def write_eagle_head(folder: Path) -> str:
 
 
 def block_options(folder: Path) -> dict[str, Any]:
-    """Options of an engine with vLLM's own DFlash and the toy's block drafter, in whose config.json vLLM wants more."""
+    """vLLM's DFlash with the toy's block drafter, whose config.json lacks entries for vLLM."""
     shutil.copytree(BLOCK, folder, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
     config |= {"vocab_size": 2048, "max_position_embeddings": 1024}
@@ -192,10 +189,10 @@ def block_options(folder: Path) -> dict[str, Any]:
 
 
 def tree_options(drafter: str | None = "ngram", /, num_nodes: int = 16, **options: Any) -> dict[str, Any]:
-    """Options of an engine that drafts trees: "ngram", or "model", "medusa", "eagle" and "folder" (a block drafter)
-    with the toy's checkpoints, or "suffix"; None: options of our attention backend alone.
+    """Makes options of a tree engine, or for None of our attention backend alone.
 
-    Every node of every tree is verified, unless `tree` is "auto".
+    "model", "medusa", "eagle" and "folder" (a block drafter) are the toy's checkpoints. All nodes are verified unless
+    `tree` is "auto".
     """
     if drafter is None:
         return {"attention_backend": "CUSTOM"}
@@ -216,5 +213,4 @@ def tree_options(drafter: str | None = "ngram", /, num_nodes: int = 16, **option
 
 
 def accepted(llm: LLM) -> float:
-    """Draft tokens accepted in all."""
     return metrics_of(llm)["vllm:spec_decode_num_accepted_tokens"]

@@ -1,4 +1,4 @@
-"""Block drafters: one pass over the paged context is the dense one, whatever the engine does; trees; checkpoints."""
+"""Block drafters: paged passes equal dense ones under chunks, evictions and shared prompts; checkpoints."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def texts(model):
 
 
 class Recorder(BlockDrafter):
-    """Keeps the texts and the logits of its passes; proposes what an oracle says, so that much is accepted."""
+    """Records logits, and proposes an oracle's drafts, so that many are accepted."""
 
     def __init__(self, model, oracle):
         super().__init__(model, num_nodes=oracle.tree.num_nodes)
@@ -55,14 +55,14 @@ class Recorder(BlockDrafter):
         return states
 
     def is_dense(self, model):
-        """Tells of each pass whether its logits are those without any cache."""
+        """Compares each pass with a dense one."""
         dense = [dense_logits(model, self.model, text) for text in self.texts]
         pairs = zip(self.logits, dense, strict=True)
         return [torch.allclose(logits, right[: len(logits)], rtol=1e-3, atol=1e-3) for logits, right in pairs]
 
 
 def decode(model, drafter, texts, **options):
-    """Statistics of a call that gives these texts."""
+    """Checks the texts and returns the statistics."""
     sequences, stats = generate(
         model, prompts_of(LENGTHS), drafter=drafter, **{"max_new_tokens": NEW_TOKENS, "tree": None, **options}
     )
@@ -81,7 +81,7 @@ def decode(model, drafter, texts, **options):
         {"page_size": 7, "num_pages": 14},
         {"n": 3, "page_size": 4, "num_pages": 30},
         {"max_batch_tokens": 6, "page_size": 3},
-        {"tree": "auto"},  # the target verifies a part of what was proposed, and at times nothing
+        {"tree": "auto"},  # the target verifies parts of proposals
     ],
 )
 def test_a_paged_pass_is_the_dense_one(model, texts, options):
@@ -111,7 +111,7 @@ def test_other_layers(model, texts, changes):
 @pytest.mark.parametrize("limit", [1 << 28, 3000])
 @pytest.mark.parametrize("options", [{}, {"n": 2, "page_size": 4, "num_pages": 24}, {"max_batch_tokens": 6}])
 def test_features_of_plain_steps_wait_for_the_next_proposal(model, texts, monkeypatch, options, limit):
-    """Proposals in every sixth step; few bytes of features may wait, or many."""
+    """The drafter proposes in every sixth step."""
     monkeypatch.setattr(waiting_features, "MAX_WAITING_BYTES", limit)
 
     class Seldom(Recorder):
@@ -126,7 +126,7 @@ def test_features_of_plain_steps_wait_for_the_next_proposal(model, texts, monkey
 
 
 def test_half_precision_turns_by_the_same_angles(model):
-    """At far positions keys would be turned wholly otherwise, were the frequencies rounded as the weights are."""
+    """Rounded frequencies would rotate keys at far positions by other angles."""
     features, positions = torch.randn(8, 2 * model.config.hidden_size), torch.arange(5000, 5008)
     exact = block_model(model).context(features, positions)
     half = block_model(model).to(torch.bfloat16).context(features, positions)
@@ -147,7 +147,7 @@ def test_checkpoints_are_saved_and_loaded(model, tmp_path):
     torch.testing.assert_close(loaded.logits(states), expected)
 
 
-# What z-lab's config.json of Qwen3-8B holds in the keys that tell the model, with fewer layers.
+# The model's keys in z-lab's config.json for Qwen3-8B, with fewer layers.
 PUBLISHED = json.loads(Path(__file__).with_name("published_heads.json").read_text(encoding="utf-8"))["DFlash"]
 NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
 PROJECTIONS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]

@@ -1,4 +1,4 @@
-"""`choose_tree` against all trees of small sizes, and what it must refuse."""
+"""`choose_tree` against all trees of small sizes, and its refusals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagedtree import DraftTree, choose_tree, expected_tokens
 
 @cache
 def all_forests(num_nodes: int, depth: int, rank: int, num_ranks: int) -> list[tuple]:
-    """Nested tuples: children of ranks `rank`, rank + 1, ... with num_nodes nodes in all, at most `depth` levels."""
+    """Forests are nested tuples; children have ranks from `rank`."""
     if num_nodes == 0:
         return [()]
     if depth == 0 or rank == num_ranks:
@@ -45,7 +45,7 @@ def problems(draw):
     depth, ranks = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     unit = st.floats(0, 1, allow_subnormal=False)
     levels = np.array([[draw(unit) for _ in range(ranks)] for _ in range(depth)])
-    levels /= np.maximum(levels.sum(axis=1, keepdims=True), 1.0)  # any order of ranks, not only descending
+    levels /= np.maximum(levels.sum(axis=1, keepdims=True), 1.0)  # ranks in any order
     costs = sorted(draw(st.floats(0.1, 2.0)) for _ in range(6))
     return levels, costs, draw(st.sampled_from([0.0, 0.2, 1.0]))
 

@@ -1,4 +1,4 @@
-"""`CombinedDrafter`: which of two drafters is asked for which sequence, and that both keep their states."""
+"""`CombinedDrafter` chooses for each sequence, and both drafters keep their states."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Recorder(Drafter):
-    """Guesses token 7 once; keeps which texts it was asked about."""
+    """Guesses token 7 once; records its texts."""
 
     max_nodes, max_depth, is_chain = 2, 1, True
 
@@ -48,7 +48,7 @@ class Recorder(Drafter):
 
 
 def same_before(text: list[int], guess: int, most: int) -> int:
-    """Counts the last tokens that stood before the guess earlier."""
+    """Counts the last tokens that also precede an earlier occurrence of the guess."""
     counts = [0]
     for place in range(1, len(text)):
         if text[place] == guess:
@@ -58,25 +58,23 @@ def same_before(text: list[int], guess: int, most: int) -> int:
 
 
 def padded(texts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """As drafters get texts; behind their ends stands what no text has."""
     width = max(map(len, texts)) + 3
     rows = [[*text, *[99] * (width - len(text))] for text in texts]
     return torch.tensor(rows), torch.tensor([len(text) for text in texts], dtype=torch.int32)
 
 
 def endless(texts: list[list[int]]) -> list[GeneratedSequence]:
-    """The texts as sequences that may go on for long."""
     return [GeneratedSequence(i, i, text, max_length=1000) for i, text in enumerate(texts)]
 
 
 def children_of_roots(draft: Draft) -> list[tuple[int, int]]:
-    """(tree, row) of each."""
+    """Lists (tree, row) of each."""
     offsets = draft.trees.cu_nodes.tolist()
     depths = draft.trees.depths.tolist()
     return [(b, row) for b in range(len(offsets) - 1) for row in range(*offsets[b : b + 2]) if depths[row] == 1]
 
 
-# Probability of a guess, by the number of matching tokens before it, and the factor of another guess.
+# Probability of a guess by the number of matching tokens before it; factor of another guess.
 LIKELY, OTHERS = np.log([0.1, 0.3, 0.5, 0.65, 0.75, 0.9, 0.9, 0.9, 0.97]), np.log(0.3)
 TEXTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=30), min_size=1, max_size=5)
 
@@ -136,7 +134,7 @@ def test_the_other_drafter_is_told_which_of_its_nodes_are_verified():
     drafter.select(endless(texts))
     draft = drafter.propose(*padded(texts))
     assert draft.trees.cu_nodes.diff().tolist() == [4, 2, 4, 2]
-    nodes = torch.tensor([0, 1, 4, 5, 6, 7, 10], dtype=torch.int32)  # of the last tree only the root
+    nodes = torch.tensor([0, 1, 4, 5, 6, 7, 10], dtype=torch.int32)  # the last tree keeps only its root
     trees = TreeBatch.from_trees([DraftTree.chain(count) for count in (1, 1, 1, 0)])
     drafter.narrow(Draft(draft.draft_tokens[nodes.long()], trees), nodes)
     part, rows = other.narrowed[0]
@@ -150,7 +148,7 @@ def model():
 
 
 def repeating(count: int) -> list[list[int]]:
-    """Some prompts that repeat themselves, and others."""
+    """Every second prompt repeats itself."""
     return [prompt.tolist() * (3 if i % 2 else 1) for i, prompt in enumerate(prompts_of((9, 7, 21, 5)[:count], seed=5))]
 
 
@@ -158,7 +156,7 @@ FREE = (0.0, 0.0)  # the drafters' networks are as large as the tiny target
 
 
 class InTurn(CombinedDrafter):
-    """Takes the one or the other without regard to what they are worth."""
+    """Alternates, whatever the drafters' worth."""
 
     def _choose(self):
         return [(sequence.index + len(sequence.tokens)) // 3 % 2 for sequence in self._selected]
@@ -166,7 +164,7 @@ class InTurn(CombinedDrafter):
 
 @pytest.mark.parametrize("tree", [{"num_nodes": 4, "width": 1}, {"num_nodes": 11, "width": 2}])
 def test_the_draft_model_catches_up_with_what_was_copied(model, tree):
-    """The target's own greedy tokens are in the whole tree, so one wrong row in the draft model's cache would show."""
+    """A wrong row in the draft model's cache would cause a rejection."""
     drafter = InTurn(ModelDrafter(model, depth=3, **tree), NgramDrafter(3, max_branches=1), min_match=1)
     checked, mixed = 0, 0
 
@@ -178,7 +176,7 @@ def test_the_draft_model_catches_up_with_what_was_copied(model, tree):
         depths = [int(step.trees.depths[begin:end].max()) for begin, end in bounds]
         members = [b for b, which in enumerate(drafter._chosen) if which == 0] if depths else []
         for b in members:
-            if depths[b] > 0:  # 3, but at the end of the text
+            if depths[b] > 0:  # 3, except at the text's end
                 assert accepted[b] == depths[b]
                 checked += depths[b] == 3
         mixed += 0 < len(members) < len(decoded)
@@ -188,8 +186,6 @@ def test_the_draft_model_catches_up_with_what_was_copied(model, tree):
 
 
 class Reader(Drafter):
-    """Names the next tokens of known texts, as many as it is told for each text."""
-
     max_nodes, max_depth, is_chain, grows_by_level = 4, 3, True, True
 
     def __init__(self, texts: list[list[int]], right: list[int]) -> None:
@@ -213,12 +209,12 @@ class Reader(Drafter):
     [
         (FREE, (1, 0, 0, 1)),  # each sequence gets the better one
         ((0.0, 0.1), (1, 0, 0, 1)),
-        ((0.0, 2.0), (0, 0, 0, 0)),  # 13 tokens instead of 8 are not worth three passes
+        ((0.0, 2.0), (0, 0, 0, 0)),  # 13 tokens instead of 8 do not repay three passes
         ((2.0, 0.0), (1, 1, 1, 1)),
     ],
 )
 def test_more_tokens_for_what_they_cost(model, costs, asked):
-    """The first is right more often for two texts, the second for the others; of equals the cheaper one."""
+    """The cheaper of equal drafters is chosen."""
     prompts = prompts_of((9, 7, 11, 5), seed=5)
     texts = [greedy(model, prompt, 60) for prompt in prompts]
     readers = [Reader(texts, right) for right in ([0, 2, 2, 0], [2, 1, 0, 3])]
@@ -234,7 +230,6 @@ def test_more_tokens_for_what_they_cost(model, costs, asked):
 
 
 def test_who_was_bad_is_asked_again(model):
-    """A drafter that turned right while nobody asked it is found out about."""
     (prompt,) = prompts_of((9,), seed=5)
     texts = [greedy(model, prompt, 140)]
     readers = [Reader(texts, [1]), Reader(texts, [0])]

@@ -1,4 +1,4 @@
-"""What holds for every drafter: under other default dtypes of torch, and of its copies."""
+"""Every drafter works under another default dtype of torch, and as a copy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OURS = [name for name in NAMES["full"] if isinstance(SUBJECTS["full"].drafter(na
 
 
 def steps(subject, drafter, **options):
-    """What is drafted in each step, and what the drafter says of it."""
+    """Returns drafts and confidence of each step."""
     records = []
     options["on_step"] = lambda result: records.append((result.draft_tokens.tolist(), drafter.confidence()))
     sequences, _ = generate(subject.model, prompts_of(LENGTHS), drafter=drafter, max_new_tokens=NEW_TOKENS, **options)
@@ -34,7 +34,6 @@ def steps(subject, drafter, **options):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", OURS)
 def test_under_another_default_dtype(name, dtype, monkeypatch):
-    """The text, the drafts and their log-probabilities are the same; also where half of the nodes are verified."""
     subject = SUBJECTS["full"]
     expected = steps(subject, subject.drafter(name), tree=None)
     drafter = subject.drafter(name)
@@ -49,7 +48,7 @@ def test_under_another_default_dtype(name, dtype, monkeypatch):
 
 @pytest.mark.parametrize("name", OURS)
 def test_copies(name):
-    """Before and after use: a copy drafts what a new drafter drafts, or what the used one drafts with its memory."""
+    """An unused drafter's copy drafts as a new one, a used one's as its original."""
     subject = SUBJECTS["full"]
     drafter, copies = subject.drafter(name), [subject.drafter(name)]
     for _ in range(2):
@@ -61,7 +60,7 @@ def test_copies(name):
 
 
 class Foreign:
-    """No `Drafter`, with the members of one."""
+    """Has the members of a `Drafter`."""
 
     def __init__(self, drafter):
         self._drafter = drafter
@@ -72,7 +71,7 @@ class Foreign:
 
 @pytest.mark.parametrize("name", ["EAGLE", "draft model"])
 def test_objects_of_other_classes(name):
-    """They keep their state, and what is learnt of them."""
+    """A drafter of a foreign class keeps its state and its tuner's costs."""
     subject = SUBJECTS["full"]
     foreign = Foreign(subject.drafter(name))
     found, expected = (steps(subject, drafter, tree=None) for drafter in (foreign, subject.drafter(name)))

@@ -1,7 +1,7 @@
 """The decode step in fixed buffers behind `generate(cuda_graph=True)`.
 
-Without a GPU it is run uncaptured and compared with the ordinary engine. On a GPU the replayed graph is compared with
-the step run uncaptured: the ordinary engine's other shapes may round half precision another way.
+The reference is the ordinary engine or, on a GPU, the uncaptured step, as other shapes may round half precision another
+way.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ DRAWN = {
     "coupled tree": {"law": "coupled", "num_nodes": 9, "branching": [3, 2]},
 }
 NAMES = ["none", "ngram chain", "medusa", "medusa best first", "draft model", "itself", "EAGLE"]
-if IS_5:  # transformers 4.57 writes the layers of MTP otherwise
+if IS_5:  # transformers 4.57 writes MTP layers otherwise
     NAMES += ["MTP"]
 CASES = [
     *[(name, None, "auto") for name in (*NAMES, "ngram")],
@@ -93,14 +93,14 @@ CASES = [
 
 
 def drafter_of(subject, name):
-    """The n-gram drafter of the subjects remembers, and a captured step cannot."""
+    """The subjects' n-gram drafter has a memory, which a captured step cannot have."""
     if name == "ngram":
         return NgramDrafter(12)
     return ModelDrafter(subject.draft_model, **DRAWN[name]) if name in DRAWN else subject.drafter(name)
 
 
 def both(model, drafter, prompts=None, **options):
-    """The results of the ordinary engine (on a GPU: of the uncaptured step) and of the fixed step."""
+    """Runs the ordinary engine (on a GPU: the uncaptured step) and the fixed step."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FixedStep, "captures", False)
         plain, plain_stats = generated(model, drafter(), prompts, cuda_graph=DEVICE == "cuda", **options)
@@ -117,7 +117,7 @@ def test_same_text_as_the_ordinary_engine(model, name, params, rule):
     assert [s.accepted for s in stats.sequences] == [s.accepted for s in plain_stats.sequences]
     if name == "itself" and params is None:
         assert stats.mean_accepted > 1.0
-    if DEVICE == "cpu" and name == "none":  # rows of idle sequences are the ordinary engine's only difference
+    if DEVICE == "cpu" and name == "none":  # the fixed step also runs rows of idle sequences
         assert stats.packed_tokens > plain_stats.packed_tokens
 
 
@@ -126,7 +126,7 @@ COMING = ["drawn tree", "EAGLE", *[pytest.param(name, marks=pytest.mark.slow) fo
 
 @pytest.mark.parametrize("name", COMING)
 def test_sequences_come_and_go(model, name):
-    """Long prompts in chunks, pages for a few only, EOS, several outcomes: ordinary passes and replays take turns."""
+    """Ordinary passes and replays alternate: prompts in chunks, few pages, EOS, several outcomes."""
     prompts = prompts_of((9, 40, 13, 1, 8, 30), seed=2)
     options = {"params": SAMPLING, "n": 2, "page_size": 2}
     drafter = lambda: drafter_of(FULL, name)  # noqa: E731
@@ -142,7 +142,7 @@ def test_sequences_come_and_go(model, name):
 
 
 def test_what_a_trained_head_drafts():
-    """Tokens that were accepted in the step before are read with their features: the same trees in every step."""
+    """Accepted tokens are read with their features, or acceptance would differ."""
     model = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "target").to(DEVICE)
     prompts = [list(b"import os\n\n\ndef read("), list(b"class Log:\n"), list(b"for line in ")]
     options = {"count": 40, "page_size": 3, "tree": None}
@@ -154,22 +154,20 @@ def test_what_a_trained_head_drafts():
 
 
 class NoConstants(TorchFunctionMode):
-    """Refuses tensors made of values of the host."""
-
     def __torch_function__(self, func, types, args=(), kwargs=None):
         assert func not in (torch.tensor, torch.as_tensor, torch.from_numpy), f"{func.__name__} of values of the host"
         return func(*args, **(kwargs or {}))
 
 
 class AnyValue(TorchDispatchMode):
-    """Gives 0 for each value that is read before the step is captured."""
+    """Returns 0 for each value that is read before the step is captured."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return 0 if func.overloadpacket.__name__ == "_local_scalar_dense" else func(*args, **(kwargs or {}))
 
 
 class NoHost(TorchDispatchMode):
-    """Refuses what a graph cannot hold: reading a value, sizes made of values, tensors of the host."""
+    """Refuses reads, sizes made from values, and host tensors."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
@@ -182,13 +180,13 @@ class NoHost(TorchDispatchMode):
 
 @pytest.fixture
 def no_values():
-    """Tensors are made on a device where they have shapes, but no values: what reads one raises."""
+    """Creates tensors without values, whose reading raises."""
     with torch.device("meta"), torch.no_grad():
         yield
 
 
 def step_without_host(model, drafter, sampling, requests=None, reader=None, is_recurrent=False):
-    """A step for up to four of three sequences, which was run without the host; and its history."""
+    """Runs a step for three of at most four sequences without the host; returns it, its option rows, its history."""
     sequences = [GeneratedSequence(index, index, [1, 2, 3], max_length=20) for index in range(3)]
     with AnyValue():
         drafter.begin(4, sampling)
@@ -198,7 +196,7 @@ def step_without_host(model, drafter, sampling, requests=None, reader=None, is_r
     rows = None if requests is None else requests(sequences)
     step = FixedStep(DecodeStep(packed, cache, drafter, eos_ids, reader), sampling, history, sequences, 4, rows)
     with packed.use():
-        step.run()  # caches and constants are made, as before a capture
+        step.run()  # makes caches and constants, as before a capture
         with NoHost(), NoConstants():
             step.run()
     drafter.end()
@@ -223,7 +221,7 @@ def test_the_step_stays_on_the_device(no_values, name, params, rule):
 @pytest.mark.skipif(not IS_5, reason="transformers 4.57 writes these models otherwise")
 @pytest.mark.parametrize("name", [name for name in HYBRIDS if name != "kimi_linear"])  # refused without values
 def test_recurrent_layers_stay_on_the_device(no_values, monkeypatch, name):
-    """transformers asks whether a stream is being captured before it reads values of its masks."""
+    """transformers asks whether a stream captures before it reads mask values."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     model = tiny_hybrid(name).to(torch.bfloat16)
     step, *_ = step_without_host(model, NgramDrafter(8), seeded_by_zeros("greedy", None), is_recurrent=True)
@@ -234,7 +232,6 @@ def test_recurrent_layers_stay_on_the_device(no_values, monkeypatch, name):
 @pytest.mark.parametrize("is_processed", [None, False, True])
 @pytest.mark.parametrize("temperature", [0.8, torch.tensor([0.0, 1.0, 0.7])])
 def test_request_options_stay_on_the_device(no_values, is_processed, temperature):
-    """Penalties, token options and log-probabilities in the step."""
     if isinstance(temperature, torch.Tensor):
         temperature = temperature.to("meta")
     params = SamplingParams(temperature=temperature, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.5)
@@ -255,7 +252,7 @@ def test_request_options_stay_on_the_device(no_values, is_processed, temperature
 
 
 def test_buffers_are_not_made_anew(model, monkeypatch):
-    """Each replay reads and writes where the one before did, and the host writes `start` once a batch."""
+    """The host writes `start` once a batch."""
     places, uploads, run = [], set(), FixedStep.run
 
     def noted(step):
@@ -277,7 +274,7 @@ def test_buffers_are_not_made_anew(model, monkeypatch):
 @pytest.mark.skipif("simt" not in backends(), reason="a build without simt")
 @pytest.mark.parametrize("params", [None, SAMPLING, replace(SAMPLING, repetition_penalty=1.5, frequency_penalty=0.5)])
 def test_the_cuda_kernels_under_it(monkeypatch, params):
-    """The step on the kernels that a graph would hold, executed by simt."""
+    """simt executes the kernels that a graph would hold."""
     monkeypatch.setattr(FixedStep, "captures", False)
     small = tiny(0, num_hidden_layers=1).to(torch.float16)
     phrase = [3, 9, 4, 7]
@@ -310,8 +307,6 @@ def test_what_cannot_be_captured_is_refused(monkeypatch, model):
 
 
 class Repeats(Drafter):
-    """Drafts the last token again and again."""
-
     max_nodes, is_chain, is_capturable = 4, True, True
 
     def propose(self, tokens, lengths, active=None, rows=None):
@@ -327,7 +322,7 @@ def test_a_drafter_of_ones_own(model):
     plain, _, fixed, stats = both(model, Repeats, prompts)
     assert fixed == plain and stats.steps <= NEW_TOKENS
 
-    class Changed(Repeats):  # does not say that it can be captured
+    class Changed(Repeats):  # does not declare it
         pass
 
     class ChangedLookup(NgramDrafter):

@@ -1,6 +1,6 @@
-"""`generate` over a paged cache: the text is the model's own, whatever drafts, pages, batch and evictions do.
+"""`generate` returns the model's own text for any drafter, page size, batch and evictions.
 
-The engine runs here on the backend of the CPU in fp32; the ops have their own tests on every backend.
+The engine runs on the CPU backend in fp32; the ops have tests on every backend.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ def texts():
 
 @cache
 def other_model(kind, name):
-    """A model of this kind, and its own texts."""
     model = SUBJECTS[kind].make(name)
     return model, [greedy(model, prompt) for prompt in prompts_of(LENGTHS)]
 
@@ -62,7 +61,7 @@ def twice(texts):
     return [text for text in texts for _ in range(2)]
 
 
-PAGE_SIZES = {"full": [1, 16], "hybrid": [1], "latent": [7]}  # of 7: also with seeds and with evictions, below
+PAGE_SIZES = {"full": [1, 16], "hybrid": [1], "latent": [7]}  # tests below cover 7 with seeds and evictions
 
 
 @pytest.mark.each_value
@@ -94,7 +93,7 @@ OTHERS = {
 
 @pytest.mark.parametrize(("kind", "name"), cases(OTHERS))
 def test_text_of_other_models(kind, name):
-    """Also after evictions, when prompts and generated tokens are read again, and with outcomes that share pages."""
+    """Evicted texts are read again, and outcomes share pages."""
     other, expected = other_model(kind, name)
     texts, stats = generated(other, Oracle(expected, 0.8), page_size=7)
     assert texts == expected and stats.mean_accepted > 1.0
@@ -108,7 +107,7 @@ FIXED = {"hybrid": ["qwen3_next", "nemotron_h", "falcon_h1", "lfm2"], "latent": 
 
 @pytest.mark.parametrize(("kind", "name"), cases(FIXED))
 def test_a_step_in_fixed_buffers(kind, name, monkeypatch):
-    """Without evictions and with them, when sequences change the index of their states between steps."""
+    """Evictions change the index of a sequence's states between steps."""
     monkeypatch.setattr(FixedStep, "captures", False)
     other, expected = other_model(kind, name)
     assert generated(other, NgramDrafter(12), cuda_graph=True)[0] == expected
@@ -162,7 +161,7 @@ SHARED = {"full": ["ngram tree", "EAGLE", "draft model", "block"], "hybrid": ["n
 @pytest.mark.parametrize("more", [{"share_prefix": True}, {"num_pages": 18, "max_batch_tokens": 9}], ids=str)
 @pytest.mark.parametrize(("kind", "name"), cases(SHARED))
 def test_sampled_outcomes_that_share_pages(subject, name, more):
-    """The shared tokens are read once; with too few pages, outcomes are evicted and come back."""
+    """Shared tokens are read once; evicted outcomes resume."""
     options = {"params": SAMPLING, "n": 3, "seeds": SEEDS, "page_size": 7, **more}
     texts, stats = generated(subject.model, subject.drafter(name), **options)
     assert texts == subject.outcomes
@@ -191,7 +190,7 @@ def test_n_outcomes_share_the_prompts_pages(subject):
     assert texts == [seeded(model, prompt[0], seed, count=10) for seed in range(n)]
     shared = (length - 1) // page_size
     total = -(-(length + 9) // page_size)
-    # No page of the shared prompt is taken, or filled, more than once; the tokens past it are computed by each.
+    # Each shared page is allocated and filled once; each outcome computes the tokens past it.
     assert stats.pages_taken == stats.peak_pages == shared + n * (total - shared)
     assert stats.packed_tokens == length + (n - 1) * (length - shared * page_size) + n * 9
 
@@ -204,7 +203,7 @@ def test_a_shared_prefix_is_read_once_where_that_is_asked_for(model, texts):
 
 @pytest.mark.parametrize("kind", ["window", "softcap", "sinks"])
 def test_other_attention_layers(kind):
-    """Windowed layers read all pages themselves; those without one still share."""
+    """Windowed layers read all pages; the others share."""
     other = tiny_of(kind)
     expected = [greedy(other, prompt) for prompt in prompts_of(LENGTHS)]
     for drafter in (NgramDrafter(12), Oracle(expected, 0.8)):
@@ -220,9 +219,7 @@ def test_the_model_is_as_it_was(subject):
 
 @pytest.mark.parametrize("kind", kinds("hybrid", "latent"))
 def test_other_ways_to_generate(subject):
-    """`custom_generate`, and the model's own `generate` on our attention alone, whose keys of 192 columns and values of
-    128 a latent model expands.
-    """
+    """The model's own `generate` on our attention expands latents to keys of 192 columns and values of 128."""
     assert greedy(subject.model, prompts_of(LENGTHS)[1], custom_generate=tree_generate) == subject.texts[1]
     served = subject.make()
     served.set_attn_implementation("pagedtree")

@@ -1,4 +1,4 @@
-"""What `generate` refuses, and its smallest inputs."""
+"""`generate` refuses bad arguments by name and serves its smallest inputs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ def model():
 
 
 def refused(message, error=ValueError, **arguments):
-    """A call's arguments beside those of a valid one, and what it raises."""
     return pytest.param(arguments, error, message, id=message)
 
 
@@ -172,7 +171,7 @@ REFUSED = [
     refused('"typical" takes no options', params=SamplingParams(presence_penalty=1.0), rule="typical"),
     refused('drafter: law "iid" draws by the params of `generate`, got None', drafter="iid tree"),
     refused("drafter: expected an object with propose", TypeError, drafter=3),
-    # Grammars, and what needs one sequence.
+    # Grammars, and options of one sequence.
     refused("grammars: expected 1 matchers, one per sequence or None, got 2", grammars=[Brackets(), Brackets()]),
     refused("grammars: expected a matcher of its own for each sequence", grammars=[Brackets()] * 2, n=2),
     refused("grammars: expected a list with a matcher or None .* got Brackets", TypeError, grammars=Brackets()),
@@ -228,7 +227,7 @@ def test_what_tokenizers_return(model):
         sequences, _ = generate(model, kind({"input_ids": padded, "attention_mask": mask}), max_new_tokens=4)
         assert lists(sequences) == expected
         sequences, _ = generate(model, kind({"input_ids": padded[1], "attention_mask": mask[1]}), max_new_tokens=4)
-        assert lists(sequences) == expected[1:]  # of a single text
+        assert lists(sequences) == expected[1:]  # a single text
         assert lists(generate(model, kind({"input_ids": prompts[0]}), max_new_tokens=4)[0]) == expected[:1]
         for array in (torch.tensor, np.array):
             batch = {"input_ids": array(padded), "attention_mask": array(mask), "token_type_ids": array(mask) * 0}
@@ -239,7 +238,7 @@ def test_what_tokenizers_return(model):
 
 @pytest.mark.parametrize(("pad", "eos"), [(3, None), (3, [3]), (3, [4, 5]), (None, None)])
 def test_padding_without_a_mask_is_transformers(model, pad, eos):
-    """A pad token in a tensor is padding, unless it ends sequences, too."""
+    """A pad token in a tensor is padding unless it also ends sequences."""
     prompts = torch.tensor([[3, 3, 5, 6, 7], [8, 9, 3, 10, 11]])
     expected = model.generate(prompts, max_new_tokens=6, do_sample=False, pad_token_id=pad, eos_token_id=eos)
     sequences, _ = generate(model, prompts, max_new_tokens=6, pad_token_id=pad, eos_token_id=eos or [])
@@ -248,7 +247,7 @@ def test_padding_without_a_mask_is_transformers(model, pad, eos):
 
 @pytest.mark.parametrize("held", ["model", "drafter"])
 def test_a_call_waits_for_its_turn(held):
-    """Otherwise the call that ends first gives the model its own attention back in the middle of the other."""
+    """Otherwise the call that ends first would restore the model's own attention during the other."""
     model, prompt, texts = tiny(0), torch.tensor([5, 6, 7]), []
     drafter = ModelDrafter(tiny(1, num_hidden_layers=1), num_nodes=6, depth=2, width=2)
 
@@ -266,7 +265,6 @@ def test_a_call_waits_for_its_turn(held):
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_waits_for_no_thread_of_its_parent():
-    """One is in the middle of a call with the same model, which has our attention then."""
     model, prompt = tiny(0), torch.tensor([5, 6, 7])
     expected, runs, end = greedy(model, prompt, 12), threading.Event(), threading.Event()
 
@@ -281,7 +279,7 @@ def test_a_forked_process_waits_for_no_thread_of_its_parent():
     thread.join()
     assert is_right
 
-    def fork(*new):  # by the thread that has the turn: the call within it nests, as one in a callback
+    def fork(*new):  # within the thread that holds the turn
         forked.append(holds_in_a_child(call))
         return True
 
@@ -304,7 +302,7 @@ def test_turns_end_and_nest():
         return thread
 
     with in_turn(model, drafter):
-        with in_turn(drafter):  # a call of its own from a callback
+        with in_turn(drafter):  # nested, as from a callback
             pass
         waits = take(drafter)
         assert waits.is_alive() and not turns
@@ -361,7 +359,7 @@ def quantized(model, granularity, **fields):
             lambda model: setattr(model, "__class__", type("C", (type(model),), PREPARES)) or model,
             "the pre.* got print",
         ),
-        (lambda model: having(model, **PREPARES), "the prepare.* got print"),  # as peft does with its soft prompts
+        (lambda model: having(model, **PREPARES), "the prepare.* got print"),  # as peft's soft prompts do
         (lambda model: having(model, **peft(is_prompt_learning=True)), "no virtual tokens beside the ids"),
         (lambda model: having(model, **peft(alora_invocation_tokens=[5])), ".* looks for its alora_invocation_tokens"),
         (lambda model: having(model, **peft(peft_type="LILY")), ".* which mixes the tokens of a pass"),
@@ -380,7 +378,7 @@ def test_layers_that_are_refused(model, kind, change, message):
 
 
 def test_layers_that_look_alike_are_served():
-    """Adapters of other kinds, the model's own method where peft leaves it, scales of rows and constant ones."""
+    """Harmless adapters and per-row or constant scales are accepted."""
     model, prompt = tiny(0), torch.tensor([5, 6, 7])
     expected = greedy(model, prompt, 4)
     model.prepare_inputs_for_generation = model.prepare_inputs_for_generation
@@ -396,8 +394,6 @@ def test_token_types_that_are_embedded_are_refused():
 
 
 class Proposes:
-    """Chains for each sequence, but that `change` makes something else of them."""
-
     def __init__(self, change):
         self.change = change
 

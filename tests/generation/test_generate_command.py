@@ -35,7 +35,6 @@ def model():
 
 @pytest.fixture(scope="module")
 def folder(model, tmp_path_factory):
-    """A target, a draft, an EAGLE-3 head, and a checkpoint that cannot be loaded."""
     folder = tmp_path_factory.mktemp("checkpoints")
     for name, kind in (("target", model), ("draft", tiny(0, num_hidden_layers=1))):
         kind.save_pretrained(folder / name)
@@ -48,7 +47,7 @@ def folder(model, tmp_path_factory):
 
 @pytest.fixture
 def run(folder, capsys, monkeypatch):
-    """Runs the command on the target; returns status, tokens printed or what else was, and standard error."""
+    """Returns status, tokens or other output, and standard error."""
     monkeypatch.chdir(folder)
     GenerationConfig().save_pretrained("target")
 
@@ -78,7 +77,6 @@ def test_text(model, run, drafts):
 
 
 def test_outcomes_and_json(model, run):
-    """Sampling options, seeds of several outcomes, statistics."""
     filters = {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "min_p": 0.01}
     options = [f"--{name.replace('_', '-')}={value}" for name, value in filters.items()]
     texts = expected(model, n=3, params=SamplingParams(**filters), seeds=[5, 6, 7])
@@ -93,7 +91,7 @@ def test_outcomes_and_json(model, run):
 
 
 def test_generation_config(model, run):
-    """Options replace its fields of the same name; the others stay, unless it is ignored."""
+    """Options replace fields; --no-generation-config ignores all."""
     GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, repetition_penalty=1.5).save_pretrained("target")
     sampled = lambda **fields: expected(model, params=SamplingParams(repetition_penalty=1.5, **fields))[0]  # noqa: E731
     status, tokens, err = run()
@@ -139,7 +137,7 @@ def test_refusals(run, options, message):
 
 
 def test_interruptions(run, monkeypatch):
-    """Ctrl-C, and a reader that leaves, end the program without a word; a closed stdout changes nothing."""
+    """Ctrl-C and a reader that leaves end the program with one line; a closed stdout is harmless."""
     reader, writer = os.pipe()
     os.close(reader)
     with monkeypatch.context() as patches:
@@ -162,7 +160,6 @@ def test_prompt_on_standard_input(monkeypatch):
 
 
 def test_rate_is_that_of_decoding():
-    """The prompt is read for 3 s; 10 tokens follow the first one in 1 s."""
     stats = GenerationStats(wall_time=4.0, sequences=[SequenceStats(num_tokens=11, time_to_first_token=3.0)])
     assert stats.decode_tokens_per_second == 10.0 and stats.tokens_per_second == 2.75
     assert stats.summary().startswith("11 tokens in 4.00 s: first token after 3000 ms, then 10.0 tokens/s\n")

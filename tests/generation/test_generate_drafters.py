@@ -1,4 +1,4 @@
-"""What the drafters of `generate` propose."""
+"""Proposals of the drafters of `generate`."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ def prompts():
     ],
 )
 def test_a_model_that_drafts_for_itself_is_always_right(model, options):
-    """A chain of the draft model's own greedy tokens is accepted whole, so one wrong row in its cache would show."""
+    """A wrong row in the draft model's cache would cause a rejection."""
     most = options.get("max_batch_tokens", 4096)
     drafter = ModelDrafter(model, num_nodes=5, depth=4, width=1, max_batch_tokens=most)
     _, stats = generate(model, prompts(), drafter=drafter, max_new_tokens=31, **options)
     for sequence in stats.sequences:
-        # The last pass may be cut by the limit.
+        # The limit may cut the last pass.
         assert set(sequence.accepted[:-1]) == {4}
     if "num_pages" in options:
         assert stats.evictions > 0
 
 
 def test_medusa_heads_see_the_last_accepted_state(model):
-    """The state given to the heads is what the output layer read at the token before the root."""
+    """The heads read the output layer's input at the token before the root."""
     inputs = []
 
     def heads(states):
@@ -94,12 +94,12 @@ def test_medusa_keeps_states_of_sequences_that_a_pass_leaves_out():
     drafter.observe(step([2, 4], states[4:]))
     drafter.select([SimpleNamespace(index=index) for index in (4, 0, 2)])
     draft = drafter.propose(torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, dtype=torch.int32))
-    # The heads guess the token whose number is the place of the one.
+    # The heads guess the index of the nonzero entry.
     assert draft.draft_tokens[1::2].tolist() == [5, 0, 4]
 
 
 def test_medusa_takes_the_best_tree_of_each_sequence(model):
-    """Every path of the heads' likeliest tokens is weighed, anew in each step."""
+    """The tree is the best among all paths of the heads' likeliest tokens."""
     heads = MedusaHeads(128, 3, model.lm_head)
     torch.nn.init.normal_(heads.weight, std=0.05, generator=torch.Generator().manual_seed(3))
     scores, trees, rooms = [], [], []

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads: what they compute, their checkpoints, and trees grown by them in `generate`."""
+"""EAGLE-3 heads: arithmetic, checkpoints, and trees in `generate`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def prompts():
 
 @torch.no_grad()
 def guess(head, features, text, path):
-    """Log-probabilities [draft vocabulary] of what follows the text and a path of drafted tokens, without any cache."""
+    """Returns uncached log-probabilities [draft vocabulary] after the text and a drafted path."""
     states = head.fuse(features[: len(text) - 1])
     tokens = [*text[1:], *path]
     for end in range(len(text) - 1, len(tokens) + 1):
@@ -59,7 +59,7 @@ def guess(head, features, text, path):
 
 
 def best_tree(head, features, text, num_nodes, depth, width):
-    """EAGLE-2's tree as a dict from paths of tokens to log-probabilities, and the gap to what is left out."""
+    """Returns EAGLE-2's tree as paths with log-probabilities, and the gap to the best node outside."""
     found, frontier = {}, {(): 0.0}
     for _ in range(depth):
         new = {}
@@ -78,7 +78,7 @@ def best_tree(head, features, text, num_nodes, depth, width):
 @pytest.mark.parametrize("options", RUNS)
 @pytest.mark.parametrize("tree", [{"num_nodes": 8, "depth": 3, "width": 2}, {"num_nodes": 4, "depth": 3, "width": 1}])
 def test_trees_are_those_of_a_head_without_a_cache(model, head, options, tree):
-    """In chunks, after evictions and with shared prompts; a wrong row in the head's cache or a wrong state shows."""
+    """A wrong row or state in the head's cache would change a tree."""
     records = []
 
     def collect(result):
@@ -95,14 +95,14 @@ def test_trees_are_those_of_a_head_without_a_cache(model, head, options, tree):
     compared = 0
     for text, draft_tokens, parents, room in trees[:: max(len(trees) // 24, 1)]:
         expected, gap = best_tree(head, features_of(model, text), text, **tree)
-        if gap > 1e-3:  # nearer ones are decided by rounding
+        if gap > 1e-3:  # smaller gaps are decided by rounding
             assert {*paths_of(draft_tokens, parents)[1:]} == {path for path in expected if len(path) <= room}
             compared += 1
     assert compared > 12
 
 
 def test_features_that_wait_are_read_before_they_are_many(model, head, monkeypatch):
-    """Without drafts, as while a tuner decodes plainly; the tree that follows is the same."""
+    """Steps without drafts read waiting features; the next tree is the same."""
     runs, row_bytes = [], 3 * model.config.hidden_size * 4
     for limit in (2048, 3):
         monkeypatch.setattr(waiting_features, "MAX_WAITING_BYTES", limit * row_bytes)
@@ -138,7 +138,7 @@ def test_a_head_is_saved_and_loaded(model, head, tmp_path):
     head.save_pretrained(tmp_path, dtype=torch.float32)
     config, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
     assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["draft_vocab_size"] == 64
-    # SGLang counts the outputs of layers, vLLM their inputs.
+    # SGLang counts outputs of layers, vLLM their inputs.
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 1]
     assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 2]
     assert tensors["fc.weight"].shape == (128, 3 * 128) and tensors["lm_head.weight"].shape == (64, 128)
@@ -148,7 +148,7 @@ def test_a_head_is_saved_and_loaded(model, head, tmp_path):
     assert tensors["t2d"].tolist() == [i % 2 == 1 for i in range(VOCAB)]
     loaded = EagleHead.from_pretrained(tmp_path, model)
     assert same_guesses(loaded, head) and not loaded.training and loaded.lm_head is not None
-    # As vLLM's training writes it, and as older scripts do.
+    # The forms of vLLM's training and of older scripts.
     names = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     torch.save({f"model.{name}" if "layers" in name else name: t for name, t in names.items()}, tmp_path / "weights")
     (tmp_path / "model.safetensors").unlink()
@@ -165,7 +165,7 @@ def same_guesses(one, other):
 @pytest.mark.parametrize(
     ("entries", "layers"),
     [
-        ({}, (1, 5, 8)),  # of 12 layers, the outputs below the layers 2, 6 and 9
+        ({}, (1, 5, 8)),  # of 12 layers, the outputs below layers 2, 6 and 9
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 7]}}, (1, 4, 7)),
         ({"eagle_aux_hidden_state_layer_ids": [1, 4, 7]}, (0, 3, 6)),
         ({"eagle_config": {"use_aux_hidden_state": True}, "eagle_aux_hidden_state_layer_ids": None}, (1, 5, 8)),

@@ -17,7 +17,7 @@ LENGTHS = (5, 21, 1, 34)
 
 
 class Recorder(Drafter):
-    """Keeps the features of every token that is known to be in the text, by sequence and position."""
+    """Records features by sequence and position."""
 
     def __init__(self, oracle, layers):
         self.oracle, self.feature_layers = oracle, layers
@@ -72,7 +72,7 @@ def test_features_are_those_of_transformers(name, options):
         expected = torch.cat([states[layer + 1][0] for layer in layers], dim=1)
         rows = drafter.kept[i]
         shared = (len(prompts[i // n]) - 1) // options.get("page_size", 16) * options.get("page_size", 16)
-        # All but the newest token, which no pass has read; of shared tokens, what another outcome was told.
+        # No pass has read the newest token, and another outcome received the features of shared tokens.
         assert set(range(shared, len(text) - 1)) <= set(rows) <= set(range(len(text) - 1))
         for position, row in rows.items():
             torch.testing.assert_close(row, expected[position], rtol=1e-3, atol=1e-3)

@@ -1,4 +1,4 @@
-"""`generate(grammars=...)`: no token outside the grammar, and with draft trees the text of plain decoding."""
+"""`generate(grammars=...)` emits only tokens of the grammar, and draft trees leave the text unchanged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def matchers(count, **options):
 
 
 def is_valid(text):
-    """Tells whether this is the beginning of a text of the grammar, and whether it is a whole one."""
+    """Returns flags of a prefix and of a complete text."""
     matcher = Brackets()
     return all(matcher.accept(token) for token in text), matcher.is_terminated()
 
@@ -50,7 +50,6 @@ DRAFTERS = {
     ids=lambda value: value if isinstance(value, str) else "greedy" if value is None else "sampled",
 )
 def test_text_is_that_of_plain_decoding(model, name, params):
-    """Two outcomes of each prompt, few pages, other options at the same time."""
     tokens = TokenOptions(bias={50: 2.0, 90: -3.0}, bad_words=[[11], [12, 13]])
     options = {"count": COUNT, "params": params, "n": 2, "eos_token_id": STOP, "min_new_tokens": 3, "options": tokens}
     plain, _ = generated(model, grammars=matchers(8), **options)
@@ -74,7 +73,7 @@ def test_text_is_that_of_plain_decoding(model, name, params):
 
 @pytest.mark.parametrize("drafts", [False, True])
 def test_a_text_ends_with_its_grammar(model, drafts):
-    """Without a stop token, and inside of an accepted path, too; a stop token that is no EOS token ends it as well."""
+    """A text ends without a stop token, within an accepted path, and at a stop token that is no EOS token."""
     options = {"count": 40, "params": SAMPLING}
     plain, stats = generated(model, grammars=matchers(4), eos_token_id=[], **options)
     answers = [text[len(prompt) :] for text, prompt in zip(plain, PROMPTS, strict=True)]
@@ -89,7 +88,6 @@ def test_a_text_ends_with_its_grammar(model, drafts):
 
 
 def test_nothing_left_ends_the_text(model):
-    """Options that forbid all that the grammar allows; then the text stays one that the grammar may have."""
     options = TokenOptions(allowed_tokens=[*range(10), 120])
     with pytest.warns(UserWarning, match="no finite one"):
         texts, stats = generated(model, None, PROMPTS[:1], 9, grammars=[Brackets()], options=options)

@@ -1,7 +1,6 @@
-"""`generate` with models of recurrent and attention layers (Qwen3-Next, Kimi Linear, Nemotron-H ...): their own text.
+"""`generate` with recurrent and attention layers (Qwen3-Next, Kimi Linear, Nemotron-H ...): the model's own text.
 
-In transformers a cache holds their states; here each sequence has an index of them, and no node of a tree has a state.
-What they share with other models is in test_generate.py.
+Each sequence has an index of states, and no tree node has states.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def texts():
 
 @pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear", "nemotron_h"])
 def test_prompts_of_several_chunks(name):
-    """Longer than the ops' chunks of 64 tokens and than a pass; evicted, so that texts are read again."""
+    """Prompts exceed a chunk of the ops (64 tokens) and a pass; evicted texts are read again."""
     other, prompts = tiny_hybrid(name), prompts_of((64, 65, 200, 129))
     expected = [greedy(other, prompt, 20) for prompt in prompts]
     texts, stats = generated(other, Oracle(expected, 0.8), prompts, 20, num_pages=24, max_batch_tokens=70)
@@ -63,7 +62,7 @@ def test_states_of_fixed_steps_keep_their_place():
 @pytest.mark.skipif(not {"simt", "cuda"} & set(backends()), reason="a build without simt")
 @pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h", "lfm2"])
 def test_the_cuda_kernels(monkeypatch, name):
-    """On a GPU, or executed by simt, they give the text of the CPU's; also in fixed buffers."""
+    """simt or a GPU produces the CPU's text, also in fixed buffers."""
     monkeypatch.setattr(FixedStep, "captures", False)
     kinds = ["conv" if name == "lfm2" else "linear_attention", "full_attention"]
     options = {"num_hidden_layers": 2, "layers_block_type" if name == "nemotron_h" else "layer_types": kinds}
@@ -77,7 +76,7 @@ def test_the_cuda_kernels(monkeypatch, name):
 
 
 def on_a_rank(group, name, texts):
-    """The text of a model whose attention is split over the ranks, while each has all states."""
+    """Attention is split over the ranks; each has all states."""
     model = tiny_hybrid(name)
     shards = tensor_parallel(model, group=group)
     return generated(model, Oracle(texts, 0.8), shards=shards, n=2)[0]

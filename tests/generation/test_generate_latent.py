@@ -1,4 +1,4 @@
-"""`generate` with models of latent attention (DeepSeek-V2, V3, GLM-4.7-Flash): their own text, from cached latents."""
+"""`generate` with latent attention (DeepSeek-V2, V3, GLM-4.7-Flash): the model's own text from cached latents."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def texts():
 
 
 def test_latents_are_all_that_is_cached(model, texts, monkeypatch):
-    """One cache of 576 columns a layer, no keys or values of the heads, and no slot read that holds no live token."""
-    drafter = SUBJECTS["latent"].drafter("oracle")  # which transformers' own decoding makes, with keys of the heads
+    """A layer has one cache of 576 columns, no keys or values of heads, and no read of a dead slot."""
+    drafter = SUBJECTS["latent"].drafter("oracle")  # decodes by transformers, which expands keys
     expanded = []
     handles = [layer.kv_b_proj.register_forward_hook(lambda *_: expanded.append(1)) for layer in latent_layers(model)]
     shapes = poisoned_caches(monkeypatch)
@@ -53,7 +53,6 @@ def test_heads_of_other_latents_are_cached():
 
 
 def on_a_rank(group, name, texts):
-    """The text of a model of which each rank keeps its part, and the rows of kv_b_proj that it kept."""
     model = tiny_latent(name)
     shards = tensor_parallel(model, group=group)
     weight = latent_module._weight(latent_layers(model)[0])
@@ -63,7 +62,7 @@ def on_a_rank(group, name, texts):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2", "glm4_moe_lite"])
 def test_two_ranks(name, ranks):
-    """By transformers' plans the ranks split the heads, but those of DeepSeek-V3 stay whole on each."""
+    """transformers' plans split the heads, except DeepSeek-V3's."""
     target = tiny_latent(name)
     texts = [greedy(target, prompt) for prompt in prompts_of(LENGTHS)]
     rows = latent_layers(target)[0].kv_b_proj.weight.shape[0]

@@ -1,4 +1,4 @@
-"""Calls of `generate` leave no memory behind, whichever drafter serves them."""
+"""Calls of `generate` leave no memory behind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CALLS = 300
 
 @pytest.mark.parametrize("name", ["none", "ngram tree", "draft model", "drawn", "medusa", "EAGLE", "block", "combined"])
 def test_generate_does_not_grow(name: str) -> None:
-    """The strings of one step's verification had 144 bytes, what a call keeps of itself has kilobytes."""
+    """The bounds find leaks of 144 bytes a step or kilobytes a call."""
     full, prompts = SUBJECTS["full"], prompts_of((5, 9))
     drawn = ModelDrafter(full.draft_model, law="swor", num_nodes=8, depth=3, width=2)
     drafter = drawn if name == "drawn" else full.drafter(name)
@@ -30,6 +30,6 @@ def test_generate_does_not_grow(name: str) -> None:
     for _ in range(60):
         call()
     before = allocated()
-    # Pages come into memory late, but what is lost in each call is lost in each part of the calls.
+    # Pages become resident late, but a leak of each call shows in each third.
     assert min(growth(call, CALLS // 3, resident, warm_up=0) for _ in range(3)) < 500
     assert (allocated() - before) / CALLS < 100

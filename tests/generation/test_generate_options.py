@@ -1,7 +1,6 @@
-"""Penalties, token options and log-probabilities of `generate`: with draft trees as in plain decoding, token by token.
+"""Penalties, token options and log-probabilities are the same with draft trees as in plain decoding.
 
-Log-probabilities are compared with dense arithmetic on the model's own attention.
-test_generation_config compares greedy text with transformers' processors.
+Dense arithmetic on the model's own attention checks log-probabilities.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def draft_model():
     return tiny(1, num_hidden_layers=1)
 
 
-# What requests may ask for; each name is a subset's element in the test below.
+# Options of requests; names are elements of subsets below.
 PENALTIES = {
     "repetition": {"repetition_penalty": 1.4},
     "presence": {"presence_penalty": torch.tensor([0.0, 1.5, -2.0, 0.5])},
@@ -71,7 +70,7 @@ TOKENS = {
 
 
 def asked(names, temperature, top_k=0):
-    """params, options and min_new_tokens of a subset. The second prompt asks for no token options."""
+    """The second prompt has no token options."""
     on = {name: value for part in names if part in PENALTIES for name, value in PENALTIES[part].items()}
     params = SamplingParams(temperature=temperature, top_k=top_k, **on) if on or temperature else None
     options = TokenOptions(**{name: value for part in names if part in TOKENS for name, value in TOKENS[part].items()})
@@ -84,7 +83,7 @@ def asked(names, temperature, top_k=0):
 
 
 def of_prompt(arguments, b):
-    """The same for one prompt alone."""
+    """Narrows arguments to one prompt."""
     params = arguments["params"]
     if params is not None and isinstance(params.presence_penalty, torch.Tensor):
         params = replace(params, presence_penalty=float(params.presence_penalty[b]))
@@ -139,7 +138,7 @@ EVERYTHING = [*PENALTIES, "bias", "allowed", "bad words", "minimum"]
 
 
 def test_a_list_of_processors(model):
-    """In `generate` itself, beside options and params of its own."""
+    """Processors combine with params and options."""
     changing = [SequenceBiasLogitsProcessor({(9,): 3.0}), RepetitionPenaltyLogitsProcessor(1.3)]
     forbidding = [NoBadWordsLogitsProcessor([[77], [3, 60]]), SuppressTokensLogitsProcessor([50])]
     warpers = [TemperatureLogitsWarper(0.7), TopKLogitsWarper(20), LogitNormalization()]
@@ -158,7 +157,7 @@ def test_a_list_of_processors(model):
 
 
 def dense(logits, prompt, outputs, each, params, least):
-    """The distribution that a token is drawn from, by plain numpy in float64."""
+    """Returns the next token's distribution, by numpy in float64."""
     x = logits.double().numpy().copy()
     forbidden = set(range(VOCAB)) - set(each.allowed_tokens if each.allowed_tokens is not None else range(VOCAB))
     text = [*prompt, *outputs]
@@ -184,7 +183,7 @@ def dense(logits, prompt, outputs, each, params, least):
 @pytest.mark.parametrize("mode", ["raw", "processed"])
 @pytest.mark.parametrize("is_fixed", [False, True])
 def test_logprobs(model, monkeypatch, mode, is_fixed):
-    """Of accepted drafts and bonus tokens alike; evictions and the cut at EOS leave no gap."""
+    """Accepted drafts and bonus tokens have log-probabilities; evictions and EOS leave no gap."""
     monkeypatch.setattr(FixedStep, "captures", False)
     arguments = asked(EVERYTHING, 0.8, top_k=40)
     (plain, _), streams = generated(model, **arguments), [[] for _ in PROMPTS]
@@ -214,7 +213,7 @@ def test_logprobs(model, monkeypatch, mode, is_fixed):
 
 
 def test_processed_logprobs_of_greedy_text(model):
-    """Behind the options alone, also where another sequence of the batch is drawn."""
+    """Greedy log-probabilities follow the options alone, also next to a sampled sequence."""
     texts, plain = generated(model, prompts=PROMPTS[:2], count=6, logprobs=2)
     mixture = SamplingParams(temperature=torch.tensor([0.0, 2.0]), top_k=5, presence_penalty=torch.tensor([0.0, 1.0]))
     for params in (None, SamplingParams(temperature=0.0), mixture):
@@ -231,7 +230,6 @@ def test_processed_logprobs_of_greedy_text(model):
 
 
 def on_a_rank(group, texts, rule):
-    """The text of a model of which each rank keeps its part."""
     model = tiny(0, pad_token_id=0)
     shards = tensor_parallel(model, group=group)
     arguments = {**asked(EVERYTHING, 0.8, top_k=40), "shards": shards}
@@ -244,9 +242,9 @@ def on_a_rank(group, texts, rule):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*no finite one")  # a bracket is closed, and the options forbid the stop token
+@pytest.mark.filterwarnings("ignore:.*no finite one")  # a bracket closes, and options forbid the stop token
 def test_two_ranks(model, ranks):
-    """The text of one rank, with all options; under "rejection" the same one on each rank."""
+    """Two ranks produce the text of one; "rejection" produces the same on both."""
     arguments = asked(EVERYTHING, 0.8, top_k=40)
     texts, _ = generated(model, **arguments)
     bracketed, _ = generated(model, grammars=[Brackets(), None, None, Brackets()], **arguments)

@@ -1,7 +1,4 @@
-"""`generate(rule=...)`: under every lossless rule the text follows the model's distribution, whatever the batch.
-
-At temperature 0 it is the greedy one, and seeds give the same text in any batch.
-"""
+"""`generate(rule=...)`: lossless rules follow the model's distribution, at temperature 0 its greedy text."""
 
 from __future__ import annotations
 
@@ -53,7 +50,7 @@ def test_texts_follow_the_models_distribution(toy, toy_draft, toy_distribution, 
 
 @pytest.fixture
 def budget(monkeypatch):
-    """Always drafts, and verifies the likelier half of the nodes."""
+    """Verifies the likelier half of the nodes."""
     plan = TreeTuner.plan
     monkeypatch.setattr(TreeTuner, "plan", lambda self, *rest, **more: replace(plan(self, *rest, **more), depth=5))
     monkeypatch.setattr(Plan, "count", lambda self, worth: len(worth) // 2)
@@ -72,7 +69,7 @@ def test_a_budget_leaves_the_distribution_alone(budget, toy, toy_draft, toy_dist
 
 
 def heedless(*probabilities: float):
-    """A model that gives these probabilities to the next token, whatever the text."""
+    """Every next token has these probabilities."""
     model = tiny(0, **{**TOY, "vocab_size": len(probabilities)})
     with torch.no_grad():
         model.get_input_embeddings().weight.fill_(1.0)
@@ -89,7 +86,7 @@ def heedless(*probabilities: float):
     [("rejection", "swor tree", 300), ("block", "iid chain", 35), ("traversal", "iid tree", 300)],
 )
 def test_evictions_leave_the_distribution_alone(toy, toy_draft, toy_distribution, rule, drafter, num_pages):
-    """Few pages: sequences lose theirs in the middle, and go on with a token that was not drafted."""
+    """Evicted sequences resume with a token that was not drafted."""
     pages = {"page_size": 1, "num_pages": num_pages, "evictions": 100}
     assert toy_excess(toy, toy_draft, toy_distribution, rule, drafter, 10_000, **pages) < LIMIT
 
@@ -114,7 +111,7 @@ def padded_drafter(vocab_size: int, law: str) -> ModelDrafter:
 
 @pytest.mark.parametrize(
     ("rule", "law", "vocab_size"),
-    [  # in the core suite each rule and law with one size
+    [  # one size for each rule and law in the core suite
         pytest.param(rule, law, vocab_size, marks=[] if (i + j) % 2 == 0 else pytest.mark.slow)
         for i, (rule, law) in enumerate(PADDED_RULES)
         for j, vocab_size in enumerate(PADDED)
@@ -136,7 +133,7 @@ def test_other_vocabularies_are_refused_before_the_first_pass(toy, monkeypatch):
 @pytest.mark.stats
 @pytest.mark.parametrize(("rule", "is_biased"), [("rejection", False), ("block", True)])
 def test_joint_rules_need_fresh_noise_each_step(monkeypatch, toy, toy_draft, toy_distribution, rule, is_biased):
-    """Noise of a position, as `expand_tree` has it for one seed: what lies behind a rejected draft is drawn again."""
+    """Noise of a position alone biases "block", as tokens after a rejected draft are drawn again."""
     monkeypatch.setattr(Sampling, "draft_seeds", lambda sampling, start: sampling.seeds)
     assert (toy_excess(toy, toy_draft, toy_distribution, rule, "iid chain", 150_000) > LIMIT) == is_biased
 
@@ -147,7 +144,7 @@ def test_typical_acceptance_is_lossy(toy, toy_draft, toy_distribution):
 
 
 def test_a_drafter_of_ones_own(toy, toy_distribution):
-    """A triple of tokens, trees and one distribution per node, with padding; what it does not declare is refused."""
+    """A foreign drafter returns tokens, trees and distributions, with padding; undeclared ones are refused."""
 
     class Uniform:
         max_nodes, draft_law = 3, "iid"
@@ -192,13 +189,13 @@ def draft_model():
 
 @pytest.mark.parametrize(
     ("rule", "drafter"),
-    [  # in the core suite each law once; the other rules differ within the verify ops alone
+    [  # each law once in the core suite; the other rules differ within the verify ops alone
         pytest.param(*case, marks=[] if case in IN_ANY_BATCH else pytest.mark.slow)
         for case in [*FITTING, ("typical", "top-k tree")]
     ],
 )
 def test_rules_in_any_batch(model, draft_model, rule, drafter):
-    """The same seeds give the same text, in any batch; with few pages too, where evictions may change it."""
+    """Seeds reproduce the text in any batch, and with few pages in the same one."""
     prompts = prompts_of(LENGTHS)
 
     def texts(prompts, seeds, **options):

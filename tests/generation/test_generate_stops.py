@@ -1,4 +1,4 @@
-"""What ends a sequence of `generate` before its length: stop strings, and the caller; what a streamer gets of that."""
+"""Stop strings and callers end sequences; streamers get the text that stays."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def texts(model):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """Tokens of one or two letters."""
+    """Tokens have one or two letters."""
     letters = [chr(97 + i) for i in range(16)]
     pairs = [(letters[i // 16], letters[i % 16]) for i in range(16, VOCAB)]
     vocabulary = {token: i for i, token in enumerate([*letters, *map("".join, pairs)])}
@@ -48,7 +48,7 @@ def drafter_of(name, texts):
 
 @pytest.mark.parametrize("drafts", ["none", "n-gram", "oracle"])
 def test_text_ends_with_the_token_that_completes_a_stop_string(model, texts, tokenizer, drafts):
-    """The text ends as in transformers, also where the stop string ends within an accepted path or a token."""
+    """Texts end as in transformers, also within an accepted path or a token."""
     cut = compared = 0
     for b, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True)):
         letters = tokenizer.decode(text[len(prompt) :])
@@ -74,7 +74,7 @@ def test_text_ends_with_the_token_that_completes_a_stop_string(model, texts, tok
 
 def test_whatever_ends_first_is_the_reason(model, texts, tokenizer):
     new = texts[0][LENGTHS[0] :]
-    first = next(i for i in range(2, NEW_TOKENS) if new.index(new[i]) == i)  # a token that has not come before
+    first = next(i for i in range(2, NEW_TOKENS) if new.index(new[i]) == i)  # the first occurrence of its token
     later = next(i for i in range(first + 1, NEW_TOKENS) if new.index(new[i]) == i)
     rows = (first, later, first, "eos"), (later, first, first, "stop_string"), (later, None, later, "eos")
     for eos, stop, end, reason in rows:
@@ -85,7 +85,7 @@ def test_whatever_ends_first_is_the_reason(model, texts, tokenizer):
 
 
 class Bytes:
-    """A tokenizer whose tokens are bytes, some of them parts of a character."""
+    """Tokens are bytes, some of them parts of a character."""
 
     most = 0  # tokens decoded at once
 
@@ -95,7 +95,7 @@ class Bytes:
 
 
 def test_stop_strings_in_a_long_text():
-    """Only the end of the text is decoded, and the first of several ends counts."""
+    """Only the end of the text is decoded, and the first of several stop strings counts."""
     first = "tomorrow, " + 20 * "\u00e9"  # 50 bytes in 30 letters
     tokenizer = Bytes()
     stops = StopStrings(["né", first], tokenizer)
@@ -115,7 +115,6 @@ def test_stop_strings_in_a_long_text():
 
 @pytest.mark.parametrize("cuda_graph", [False, True])
 def test_a_callback_ends_sequences(model, texts, monkeypatch, cuda_graph):
-    """A true answer ends its sequence; what was generated stays, and the others go on."""
     monkeypatch.setattr(FixedStep, "captures", False)
     answers, ends = [[] for _ in PROMPTS], {1: torch.tensor(True), 3: 1}
 
@@ -143,8 +142,6 @@ def test_an_eos_token_stays_the_reason(model, texts):
 
 
 class Recorder:
-    """What a streamer of transformers is called with."""
-
     def __init__(self):
         self.puts, self.ends = [], 0
 
@@ -157,7 +154,7 @@ class Recorder:
 
 @pytest.mark.parametrize("drafts", ["none", "n-gram", "oracle"])
 def test_a_streamer_gets_what_stays(model, texts, tokenizer, drafts):
-    """The prompt, then token after token, and never what a stop string or an EOS token in an accepted path cuts off."""
+    """A streamer gets the prompt and each token, but none that a stop string or an EOS token cuts off."""
     stop = tokenizer.decode(texts[1][LENGTHS[1] + 4 : LENGTHS[1] + 6])
     for options in ({}, {"stop_strings": stop, "tokenizer": tokenizer}, {"eos_token_id": texts[1][LENGTHS[1] + 6]}):
         streamer, theirs, seen = Recorder(), Recorder(), []
@@ -178,7 +175,7 @@ def test_streamers_are_of_one_sequence(model):
 
 
 def test_a_streamer_ends_after_an_error(model):
-    """Another thread may wait for its end."""
+    """Another thread may wait for it."""
 
     def callback(sequence, tokens):
         raise RuntimeError("no more")

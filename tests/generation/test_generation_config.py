@@ -1,4 +1,4 @@
-"""`generate` follows `model.generation_config` as `model.generate` does: each field, by itself and beside arguments."""
+"""`generate` follows `model.generation_config` as `model.generate` does, field by field and with arguments."""
 
 from __future__ import annotations
 
@@ -36,14 +36,13 @@ def model():
 
 @pytest.fixture(scope="module")
 def plain(model):
-    """The texts without any field, and the new tokens of the first one."""
+    """The texts, and the new tokens of the first."""
     texts = [greedy(model, prompt) for prompt in PROMPTS]
     return texts, texts[0][len(PROMPTS[0]) :]
 
 
 @pytest.fixture
 def configure(model, monkeypatch):
-    """Gives the model a generation config with these fields, for one test."""
     empty = model.generation_config
 
     def configure(**fields):
@@ -56,14 +55,14 @@ def configure(model, monkeypatch):
 
 
 class Words:
-    """A tokenizer of one letter per token."""
+    """One letter per token."""
 
     def decode(self, tokens, **_):
         return "".join(chr(256 + token) for token in tokens)
 
 
-# Every field of transformers' GenerationConfig is in one of these. Values that depend on the plain text are functions
-# of the new tokens of its first sequence.
+# Together they have every field of transformers' GenerationConfig. A function makes its value from the first text's new
+# tokens.
 SERVED = {
     "repetition_penalty": 1.5,
     "sequence_bias": lambda new: [[[new[0]], -9.0], [[7], 4.0], [[new[2], new[3]], -math.inf]],
@@ -79,7 +78,6 @@ SAMPLED_REFUSED = {"typical_p": 0.9, "epsilon_cutoff": 3e-4, "eta_cutoff": 3e-4,
 
 
 def every(value, names):
-    """These fields, separated by blanks, with one value."""
     return dict.fromkeys(names.split(), value)
 
 
@@ -105,7 +103,7 @@ WITHOUT_EFFECT = {
 
 
 def test_a_model_without_one(model, plain, monkeypatch):
-    """It ends no sequence, pads with 0 and asks for nothing."""
+    """Without a config no sequence ends, and 0 pads."""
     monkeypatch.setattr(model, "generation_config", None)
     texts, new = plain
     for drafter in (None, NgramDrafter(8)):
@@ -127,7 +125,7 @@ def drafters(texts):
 
 @pytest.mark.parametrize("name", SERVED)
 def test_a_served_field_gives_the_text_of_transformers(model, configure, plain, name):
-    """Prompts of different lengths, each as it is alone; also as the processors that `model.generate` makes of it."""
+    """Prompts of a batch get their text alone, also by `model.generate`'s processors."""
     texts, new = plain
     ends = {"eos_token_id": [new[4], 5]} if name.startswith("min") else {}
     value = SERVED[name](new) if callable(SERVED[name]) else SERVED[name]
@@ -146,17 +144,17 @@ def test_a_served_field_gives_the_text_of_transformers(model, configure, plain, 
 
 @pytest.mark.parametrize("names", [["min_length"], ["sequence_bias", "bad_words_ids", "suppress_tokens", "min_length"]])
 def test_a_padded_batch(model, configure, plain, names):
-    """The minimum counts the padding. (transformers 4.57 counts it in the penalty, too, so that is left out.)"""
+    """The minimum counts padding (so does the penalty of transformers 4.57, which is absent)."""
     fields = {name: SERVED[name](plain[1]) if callable(SERVED[name]) else SERVED[name] for name in names}
     rows = [torch.nn.functional.pad(prompt[-12:], (12 - len(prompt[-12:]), 0)) for prompt in PROMPTS]
     mask = [torch.nn.functional.pad(torch.ones(min(len(p), 12)), (12 - min(len(p), 12), 0)) for p in PROMPTS]
     batch = {"input_ids": torch.stack(rows), "attention_mask": torch.stack(mask).long()}
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
-    early = model.generate(**batch, **options)[:, 13].tolist()  # their second tokens
+    early = model.generate(**batch, **options)[:, 13].tolist()  # the second new tokens
     configure(eos_token_id=early)
     assert model.generate(**batch, **options).shape[1] == 14
     configure(eos_token_id=early, **fields)
-    late = model.generate(**batch, **options)[:, 17].tolist()  # more than 4 tokens, which the width leaves of 16
+    late = model.generate(**batch, **options)[:, 17].tolist()  # more than 4 tokens: 16 less the width
     configure(eos_token_id=sorted({*early, *late}), **fields)
     expected = model.generate(**batch, **options)
     assert 16 < expected.shape[1] < 12 + NEW_TOKENS
@@ -219,7 +217,7 @@ SAMPLING = [
 
 @pytest.mark.parametrize(("fields", "params"), SAMPLING)
 def test_the_config_samples(model, configure, fields, params):
-    """In the distribution of transformers, and as the same params do by themselves."""
+    """Probabilities equal transformers', the text a call's with equal params."""
     configure(do_sample=True, **fields)
     found = config_fields(model, given={}).params()
     assert vars(found) == vars(params)
@@ -269,7 +267,7 @@ def test_what_does_not_go_together_is_refused(model, configure, fields, argument
 
 
 def calls(new):
-    """Fields, what a call says beside them, and what it would have to say without them."""
+    """Yields fields, a call's arguments, and an equal call's without the fields."""
     sampled = {"do_sample": True, "temperature": 0.3, "repetition_penalty": 2.0, "suppress_tokens": [new[0]]}
     params, suppressed = SamplingParams(temperature=0.9, presence_penalty=0.5), TokenOptions(bad_words=[[new[0]]])
     penalty, eos = SamplingParams(temperature=0.0, repetition_penalty=2.0), {"eos_token_id": [new[4]]}
@@ -284,7 +282,7 @@ def calls(new):
 
 
 def test_arguments_of_the_call_replace_fields(model, configure, plain):
-    """Params its sampling and penalty, a rule its sampling alone, a least length both of its own; options are added."""
+    """Params replace sampling and penalty, a rule sampling alone, a minimum both minima; options are added."""
     for fields, call, keywords in calls(plain[1]):
         configure(**fields)
         found, _ = generated(model, NgramDrafter(8), **call)
@@ -312,10 +310,10 @@ BIASES = [[[[3], 1.0]], [[[3], math.nan]], [[[VOCAB], 1.0]], {}, {(3,): math.inf
 HOSTILE = [*NUMBERS, *LISTS, *BIASES, "x", b"x", object(), torch.ones(2)]
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # transformers' about such values
+@pytest.mark.filterwarnings("ignore::UserWarning")  # transformers warns of such values
 @pytest.mark.parametrize("name", [*SERVED, *SAMPLED, "stop_strings", *REFUSED, *SAMPLED_REFUSED])
 def test_hostile_values_are_refused_by_name(model, configure, name):
-    """A call returns what model.generate does, or says where the value is."""
+    """A call returns model.generate's text or names the field."""
     for value in HOSTILE:
         fields = {} if name in (*SERVED, *REFUSED) else {"do_sample": True, "top_k": 0}
         configure(**{"eos_token_id": [5], **fields, name: value})

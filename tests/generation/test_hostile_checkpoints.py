@@ -1,4 +1,4 @@
-"""Checkpoints of EAGLE-3, block and Medusa heads with any contents: refused by name, before a module is made."""
+"""EAGLE-3, block and Medusa checkpoints with any contents are refused by name before a module is made."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from pagedtree.generation.drafters.eagle_config import LAYER_IDS, EagleConfig
 from pagedtree.generation.drafters.formats import rows_of
 from pagedtree.integrations.transformers import BlockDraftConfig, BlockDraftModel, EagleHead, MedusaHeads
 
-# For each kind: an example, its class, and the file of its weights.
+# An example, its class, and its weights' file.
 KINDS = {
     "eagle": (tiny_eagle, EagleHead, "model.safetensors"),
     "block": (block_model, BlockDraftModel, "model.safetensors"),
     "medusa": (lambda model: MedusaHeads(128, 3, model.lm_head), MedusaHeads, "medusa.safetensors"),
 }
 
-# What no size, number, flag ... is.
+# Values that are no size, number, flag ...
 NAN, INF = math.nan, math.inf
 LARGE = 7_000_000  # too large for these files alone
 SIZE = ["2", "", True, 2.0, 1.5, -1, -(2**40), 0, LARGE, 2**31, 10**12, 10**30, NAN, [], [2], {}, {"a": 2}]
@@ -51,17 +51,14 @@ DFLASH2 = {
     "selector_top_k": 4,
 }
 
-# By the kind of a row.
 VALUES = {"integer": SIZE, "number": NUMBER, "flag": FLAG, "integers": IDS}
 
 
 def of_rows(config):
-    """Values that the entries of a config may not have; lists of words are below."""
     return {row.key: VALUES[row.kind] for row in rows_of(config).values() if row.kind in VALUES}
 
 
 def others_than(only):
-    """Values other than the only ones that are computed."""
     values = ["other", "", 0.5, 2, True, False, [], [1], {}]
     return {
         key: [value for value in values if type(value) is not type(right) or value != right]
@@ -70,7 +67,7 @@ def others_than(only):
 
 
 MEDUSA = {"hidden_size": SIZE, "num_heads": SIZE}
-# For each kind of checkpoint and each entry: values that it may not have. A dot leads into an object.
+# Refused values; a dot leads into an object.
 HOSTILE = {
     "eagle": {
         **of_rows(EagleConfig),
@@ -84,7 +81,7 @@ HOSTILE = {
         "eagle_config.use_aux_hidden_state": [False, 0, "x", []],
         f"eagle_config.{LAYER_IDS}": [*IDS, [2], [0, 2], [0], [0, 1, 1]],
         "eagle_config.unknown": [1, "x", True, [1], {}],
-        LAYER_IDS: IDS[:-1],  # those of the outputs count
+        LAYER_IDS: IDS[:-1],  # ids of outputs have precedence
         "layer_types": ["x", 3, ["sliding_attention"], [1]],
         "num_aux_hidden_states": [*SIZE, 3],
         "num_hidden_layers": [2, 0, -1, 10**12, True, "1", []],
@@ -141,8 +138,6 @@ def model():
 
 
 class Folder:
-    """A checkpoint, and the class that reads it."""
-
     def __init__(self, kind, folder, model):
         make, self.reader, weights = KINDS[kind]
         self.kind, self.folder, self.model = kind, folder, model
@@ -155,7 +150,7 @@ class Folder:
         return self.reader.from_pretrained(self.folder, self.model)
 
     def write(self, entries=None, **tensors):
-        """Writes other entries and tensors in place of these; a tensor that is None is left out."""
+        """Replaces entries and tensors; None omits a tensor."""
         self.path.write_text(json.dumps({**self.config, **(entries or {})}))
         if tensors:
             found = {**self.tensors, **tensors}
@@ -179,7 +174,6 @@ def eagle(model, tmp_path):
 
 @pytest.fixture
 def nothing_is_made(case, monkeypatch):
-    """No weight is read and no module is made."""
 
     def made(*args, **options):
         raise AssertionError("a module is made")
@@ -188,7 +182,6 @@ def nothing_is_made(case, monkeypatch):
 
 
 def changed(config, key, value):
-    """The config with another value, in the object where this stands."""
     outer, _, inner = key.rpartition(".")
     if key in config.get("dflash_config", {}):
         outer, inner = "dflash_config", key
@@ -271,7 +264,7 @@ def test_files_that_are_not_there(case, nothing_is_made):
     case.path.mkdir()
     case.refuses(r"config\.json", OSError)
     case.path.rmdir()
-    case.path.write_text("\ufeff" + json.dumps(case.config), encoding="utf-8")  # a byte order mark is no fault
+    case.path.write_text("\ufeff" + json.dumps(case.config), encoding="utf-8")  # a byte order mark is valid
     case.weights.unlink()
     case.refuses("safetensors", FileNotFoundError)
 
@@ -351,7 +344,7 @@ def test_draft_tokens_that_the_target_lacks(eagle, ids, message):
 
 
 def test_many_draft_tokens_take_no_memory(eagle):
-    """Rows of the target's output layer are copied for each draft token: the file says only that they are many."""
+    """Output rows are copied for each draft token, and a file may claim any number."""
     for size in (None, 100_000):
         eagle.write({"draft_vocab_size": size}, d2t=-torch.arange(100_000))
         eagle.refuses("draft_vocab_size: expected vocab_size 128, or less .* got 100000")
@@ -372,7 +365,7 @@ def test_a_head_of_another_width_needs_its_own_layers(model, tmp_path, monkeypat
     sizes = {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 1, "vocab_size": 128}
     head = EagleHead({**sizes, "target_hidden_size": 128}, narrow.model.embed_tokens, narrow.lm_head, (0, 1))
     folder = Folder("eagle", tmp_path, model)
-    head.save_pretrained(tmp_path, dtype=torch.float32)  # with an output layer, without an embedding
+    head.save_pretrained(tmp_path, dtype=torch.float32)  # saves an output layer, no embedding
     folder.config, folder.tensors = json.loads(folder.path.read_text()), load_file(folder.weights)
     rows = torch.randn(128, 64)
     folder.write(**{"embed_tokens.weight": rows})

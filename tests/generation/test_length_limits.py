@@ -1,4 +1,4 @@
-"""No node is verified that its sequence cannot use: past its end, or where a model has no more positions."""
+"""No node past its sequence's end or the model's last position is verified."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from pagedtree.integrations.transformers.model import TransformersModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# The architectures that give the same text and have a table of positions: at first tables that begin at position 0, at
-# 2, at the padding's, and tables without weights.
+# Architectures with a table of positions that produce the same text: first, tables that begin at position 0, at 2, at
+# the padding's, and tables without weights.
 TABLES_IN_CORE = ["bert", "ctrl", "gpt2", "opt", "roberta", "whisper"]
 OF_BERT = ["bert-generation", "camembert", "data2vec-text", "electra", "ernie", "roberta-prelayernorm", "roc_bert"]
 OTHERS = ["biogpt", "gpt-sw3", "gpt_bigcode", "xlm-roberta", "xlm-roberta-xl", "xmod"]
@@ -47,12 +47,10 @@ NEW_TOKENS = 12
 
 
 def repeated(length, width=7, seed=3):
-    """A prompt in which n-grams are found."""
     return prompts_of([width], seed)[0].repeat(length // width + 1)[:length]
 
 
 def positions_read(model):
-    """The largest position of each pass of the model, as it is run."""
     positions = []
     model.register_forward_pre_hook(
         lambda module, args, kwargs: positions.append(int(kwargs["position_ids"].max())), with_kwargs=True
@@ -61,7 +59,7 @@ def positions_read(model):
 
 
 def check_depths(result):
-    """For `on_step`: every node can still be of use to its sequence."""
+    """For `on_step`: every node is within its sequence's limit."""
     offsets, depths = result.trees.cu_nodes.tolist(), result.trees.depths.tolist()
     for b, room in enumerate(room_of(result)):
         assert max(depths[offsets[b] : offsets[b + 1]], default=0) <= max(room, 0)
@@ -89,7 +87,7 @@ def model():
 @pytest.mark.parametrize("tree", [None, "auto"])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_no_node_is_deeper_than_its_sequence_may_grow(model, name, tree):
-    """Beside a sequence that is far from its end, whose tree stays whole."""
+    """A sequence far from its end keeps its whole tree."""
     drafter = DRAFTERS[name]()
     params = None if name not in ("drawn", "coupled") else SAMPLING
     sizes = []
@@ -126,7 +124,7 @@ def test_in_fixed_steps(model, name, monkeypatch):
     "name", [pytest.param(name, marks=[] if name in TABLES_IN_CORE else pytest.mark.slow) for name in TABLES]
 )
 def test_up_to_the_last_position_of_a_table(name):
-    """The text is the model's own up to its last position, with drafts that would reach past it."""
+    """Drafts that would reach past the last position leave the text unchanged."""
     model = tiny_model(name)
     packed = TransformersModel(model)
     count = packed.num_positions
@@ -136,7 +134,7 @@ def test_up_to_the_last_position_of_a_table(name):
     draft.resize_token_embeddings(model.get_input_embeddings().num_embeddings)
     # The last token is generated, but never read.
     expected = [greedy(model, prompt, count + 1 - len(prompt), pad_token_id=0) for prompt in prompts]
-    with torch.no_grad(), pytest.raises((IndexError, RuntimeError)):  # there is nothing further on
+    with torch.no_grad(), pytest.raises((IndexError, RuntimeError)):  # no further position exists
         model(input_ids=torch.tensor([[5]]), position_ids=torch.tensor([[count]]), use_cache=False)
     positions, read_by_draft = positions_read(model), positions_read(draft)
     for drafter in (None, NgramDrafter(8), ModelDrafter(draft, num_nodes=8, depth=4, width=2)):
@@ -155,7 +153,6 @@ def test_tables_are_of_architectures_that_are_served():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SERVED)
 def test_which_models_have_a_table(name):
-    """A model that cannot read the position after its last one is known to have a table."""
     model = tiny_model(name)
     packed = TransformersModel(model)
     count = packed.num_positions
@@ -169,7 +166,7 @@ def test_which_models_have_a_table(name):
 @pytest.mark.parametrize("is_fixed", [False, True], ids=["ordinary", "fixed"])
 @pytest.mark.parametrize("law", ["topk", "coupled"])
 def test_a_draft_model_with_fewer_positions(is_fixed, law, monkeypatch):
-    """It drafts up to its last position, for one sequence while another is past it, and never reads further."""
+    """It drafts for one sequence while another is past its last position."""
     monkeypatch.setattr(FixedStep, "captures", False)
     model, draft = gpt2(96), gpt2(40, seed=1)
     params = None if law == "topk" else SAMPLING
@@ -192,7 +189,7 @@ def test_a_draft_model_with_fewer_positions(is_fixed, law, monkeypatch):
         assert found == plain
         assert max(positions) == 39
         if isinstance(drafter, ModelDrafter):
-            assert max(drafted) == 40  # its parent stands at the draft model's last position
+            assert max(drafted) == 40  # its parent has the draft model's last position
 
 
 def test_prompts_longer_than_the_table_are_refused():
@@ -205,7 +202,7 @@ def test_prompts_longer_than_the_table_are_refused():
 
 
 def with_draft_group(group, texts):
-    """A rank's texts with a draft model of fewer positions than its target on the first rank, and what that read."""
+    """Returns the largest position that a rank's draft model read."""
     model, draft = tiny(0), gpt2(40, seed=1)
     shards = tensor_parallel(model, group=group)
     drafts = DraftGroup(lambda _: ModelDrafter(draft, num_nodes=9, depth=4, width=2), 1, shards=shards)

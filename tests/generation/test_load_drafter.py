@@ -1,4 +1,4 @@
-"""Folders of draft heads: the format is found, the drafter drafts, and other folders are refused in one sentence."""
+"""Draft heads load from folders of a known format; other folders are refused in one sentence."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def texts(model):
 
 
 def medusa_of(model, folder, name="medusa_lm_head.safetensors", prefix="", count=3):
-    """Medusa's own files, of heads with output layers of their own."""
+    """Writes Medusa's own files, with an output layer in each head."""
     torch.manual_seed(5)
     tensors = {}
     for i in range(count):
@@ -98,7 +98,7 @@ def test_the_format_is_found(model, texts, tmp_path, name):
 
 
 def test_what_a_parallel_head_guesses(model, texts):
-    """Each level by the text, the tokens that are not known before it, and nothing of the levels themselves."""
+    """A level depends on the text and unknown tokens, not on other levels."""
     head, records = parallel_head(model), []
     drafter = ParallelEagleDrafter(head, num_nodes=9, depth=3, width=4)
     note = lambda result: records.append((result, drafter.confidence()))  # noqa: E731
@@ -130,7 +130,7 @@ def test_a_parallel_drafter_needs_a_parallel_head(model):
 def test_what_published_medusa_heads_compute(model, tmp_path, name, prefix):
     tensors = {key.removeprefix(prefix): t for key, t in medusa_of(model, tmp_path, name, prefix, count=5).items()}
     heads = MedusaHeads.from_pretrained(tmp_path, model)
-    assert heads.num_heads == 5  # more than the published config says, whose authors load five all the same
+    assert heads.num_heads == 5  # the published config says two, but its authors load five
     states = torch.randn(4, 128)
     for i in range(5):
         inner = torch.nn.functional.linear(states, tensors[f"{i}.0.linear.weight"], tensors[f"{i}.0.linear.bias"])

@@ -1,4 +1,4 @@
-"""Models of several parts, wrapped or offloaded layers, and dtypes or devices that differ within a model."""
+"""Models of several parts, wrapped or offloaded layers, mixed dtypes and devices."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_parts_keep_their_attention(text_type):
 
 
 def wrapped(layer):
-    """As adapters wrap an embedding: its weight, and no more of it."""
+    """Wraps an embedding as adapters do, which expose only its weight."""
     around = nn.Sequential(layer, nn.Hardshrink(0.1))
     around.weight = layer.weight
     return around
@@ -79,7 +79,7 @@ def test_offloaded_layers(place):
 
 
 class ExactHead(nn.Linear):
-    """An output layer that computes in fp32."""
+    """Computes in fp32."""
 
     def forward(self, states):
         return nn.functional.linear(states.float(), self.weight.float())
@@ -111,7 +111,7 @@ def shard_and_draft(group):
 
 
 def test_shards_are_refused(ranks):
-    """In another process, as torch keeps the group of a DTensor to the end of a thread, where a fork waits for it."""
+    """Another process: torch keeps a DTensor's group to the end of a thread, where a fork waits for it."""
     ranks.run(shard_and_draft, 1)
 
 

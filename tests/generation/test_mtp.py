@@ -1,4 +1,4 @@
-"""Drafting by a model's own multi-token prediction layer: the text stays, and drafts are what the layer says."""
+"""Drafting by a model's own multi-token prediction layer: its text, and drafts that follow the layer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ LENGTHS = (1, 5, 12)
 
 @pytest.fixture(scope="module", params=FORMS)
 def case(request, tmp_path_factory):
-    """A target, a random layer of its kind, and a folder with it."""
     model = FORMS[request.param][0]()
     head, folder = random_head(model, request.param), tmp_path_factory.mktemp(request.param)
     write_layer(model, head, request.param, folder)
@@ -36,7 +35,6 @@ def case(request, tmp_path_factory):
 
 
 def features_of(model, text):
-    """What the target's output layer reads at all tokens of a text."""
     with torch.no_grad():
         return model.get_decoder()(torch.tensor([text])).last_hidden_state[0]
 
@@ -49,7 +47,7 @@ def test_the_layer_is_read(case):
     with torch.no_grad():
         expected = head(tokens, states, torch.arange(9))
         assert torch.equal(loaded(tokens, states, torch.arange(9)), expected)
-        # The target is not changed by it.
+        # The target is unchanged.
         assert model.config._attn_implementation != "pagedtree"
 
 
@@ -63,7 +61,7 @@ def test_the_text_stays(case):
 
 
 def test_what_is_drafted(case):
-    """Each node of each tree, by the layer's dense pass over the text and the node's path."""
+    """A node's score equals the layer's dense pass over text and path."""
     name, model, head, _ = case
     drafter, records = MtpDrafter(head, num_nodes=7, depth=3, width=2), []
     prompt = prompts_of(LENGTHS)[2]
@@ -92,7 +90,7 @@ EMBEDDINGS = [f"{prefix}embed_tokens.weight" for prefix in ("model.layers.3.", "
 
 @pytest.mark.parametrize("name", [*EMBEDDINGS, "model.layers.3.shared_head.head.weight", "lm_head.weight"])
 def test_a_checkpoint_with_another_embedding_or_output_layer(tmp_path, name):
-    """That of the layer counts, then that of the folder; the target's is shared where it has the same values."""
+    """The layer's weight has precedence over the folder's; the target's is shared if its values are equal."""
     model, is_output = FORMS["glm4_moe"][0](), "head" in name
     head, place = random_head(model, "glm4_moe"), 1 if is_output else 0
     write_layer(model, head, "glm4_moe", tmp_path)
@@ -158,7 +156,7 @@ def test_a_model_without_such_layers(tmp_path):
         load_drafter(tmp_path, model)
     other = FORMS["glm4_moe"][0]()
     write_layer(other, random_head(other, "glm4_moe"), "glm4_moe", tmp_path / "glm")
-    with pytest.raises(ValueError, match="a model with MTP layers"):  # behind the third layer, where this has two
+    with pytest.raises(ValueError, match="a model with MTP layers"):  # after the third layer, where this has two
         load_drafter(tmp_path / "glm", model)
     drafter = MtpDrafter(random_head(other, "glm4_moe"))
     narrow = FORMS["deepseek_v3"][0]()

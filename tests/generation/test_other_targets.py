@@ -1,4 +1,4 @@
-"""Heads and draft models that were made for another target are refused before the target reads anything."""
+"""Heads and draft models of another target are refused before the target runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def narrow():
     return tiny(1, hidden_size=64, num_attention_heads=1, num_key_value_heads=1)
 
 
-# For each drafter of the subjects: its module's name.
+# A drafter's module.
 PARTS = {"medusa": "heads", "EAGLE": "head", "block": "model"}
 
 
@@ -46,7 +46,7 @@ def drafter_of(name, model):
 
 
 def narrow_heads(name):
-    """A drafter for a target of hidden size 64."""
+    """Makes a drafter for hidden size 64."""
     other, sizes = narrow(), {"hidden_size": 64, "intermediate_size": 32}
     if name == "medusa":
         return drafter_of(name, other)
@@ -58,7 +58,7 @@ def narrow_heads(name):
 
 
 def refused(model, drafter, message):
-    """The target is not run."""
+    """Checks that the target does not run."""
 
     def read(*args):
         raise AssertionError("the target reads a text")
@@ -141,7 +141,7 @@ def test_modules_that_do_not_fit_are_refused_when_made(model):
 
 
 def test_heads_of_any_kind_that_name_tokens_the_target_lacks(model):
-    """Their width is known when they have spoken."""
+    """Only their logits show the width of foreign heads."""
     weight = torch.randn(3, 2 * VOCAB, 128)
     drafter = MedusaDrafter(lambda hidden: torch.einsum("bd,hvd->bhv", hidden, weight), 9)
     with pytest.raises(ValueError, match="expected heads of the target's 128 tokens, got logits of 256"):

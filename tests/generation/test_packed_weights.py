@@ -1,4 +1,4 @@
-"""Packed weights: the same layers and texts, faster, and afterwards parameters of the same bits."""
+"""Packed weights leave layers and texts equal, and become parameters of the same bits again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: 
 
 @pytest.fixture(autouse=True)
 def of_any_size(monkeypatch):
-    """Small models are packed, too."""
+    """Packs small models, too."""
     for dtype in DTYPES:
         monkeypatch.setitem(MIN_ELEMENTS, dtype, 1)
 
@@ -62,7 +62,7 @@ def layer_of(dtype, num_out=33, num_in=20, bias=True):
 def test_parameters_come_back_with_the_same_bits(dtype):
     skip_without(dtype)
     model = tiny(0, tie_word_embeddings=False).to(dtype)
-    with torch.no_grad():  # all that a float can be
+    with torch.no_grad():  # every class of float
         special = torch.tensor([float("nan"), -0.0, float("inf"), torch.finfo(dtype).smallest_normal / 4], dtype=dtype)
         model.model.layers[0].mlp.up_proj.weight[7, :4] = special
         bits(model.model.layers[0].mlp.up_proj.weight)[8, 0] = -3  # a NaN of other bits
@@ -76,7 +76,7 @@ def test_parameters_come_back_with_the_same_bits(dtype):
         assert all(weight.is_mkldnn and isinstance(weight, nn.Parameter) for weight in weights)
         shapes = {name: (weight.shape, weight.dtype) for name, weight in model.named_parameters()}
         assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == gradients
-        # Nothing is there twice: the dense forms are gone.
+        # The dense forms are freed.
         freed = {name for name, (parameter, _) in before.items() if parameter() is None}
         assert freed == {f"{name}.weight" for name in packed_layers(model)}
     assert not packed_layers(model) and all(type(m) is nn.Linear for m in model.modules() if isinstance(m, nn.Linear))
@@ -114,7 +114,7 @@ class Scaled(nn.Linear):
 
 
 def other_kinds():
-    """Layers that stay as they are, by why."""
+    """Layers that are not packed, by reason."""
     patched, transposed, parametrized, mixed = (nn.Linear(8, 8) for _ in range(4))
     patched.forward = lambda x: x
     transposed.weight = nn.Parameter(torch.randn(8, 8).T)
@@ -316,7 +316,7 @@ def test_texts_are_as_of_dense_weights(name):
 
 @pytest.mark.parametrize("load", ["as stored", "converted", "state", "assigned"])
 def test_a_loaded_model_is_not_copied(load, tmp_path):
-    """transformers leaves weights in a private mapping of their file, where no conversion copies them."""
+    """transformers keeps weights in a private mapping of their file, which no conversion copies."""
     tiny(0).save_pretrained(tmp_path)
     if load in ("as stored", "converted"):
         dtype = torch.float32 if load == "as stored" else torch.bfloat16

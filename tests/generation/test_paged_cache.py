@@ -1,4 +1,4 @@
-"""The pool behind `generate`: which sequence holds which pages."""
+"""The pool behind `generate` assigns pages to sequences."""
 
 from __future__ import annotations
 

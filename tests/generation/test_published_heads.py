@@ -1,4 +1,4 @@
-"""Heads in the forms in which others publish them: what they compute, by plain PyTorch, and that they load."""
+"""Published forms of heads load, and compute as plain PyTorch does."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from pagedtree.integrations.transformers import EagleDrafter, EagleHead, generat
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# The config.json of folders that others publish, in small sizes. In speculators' form the verifier's embedding and
-# output layer are tied, not the head's.
+# The config.json of published folders, in small sizes. In speculators' form the verifier's embedding and output layer
+# are tied, not the head's.
 PUBLISHED = json.loads(Path(__file__).with_name("published_heads.json").read_text(encoding="utf-8"))
 NORMS = [
     {"rope_theta": 5e5},
@@ -45,14 +45,14 @@ def rms(x, weight):
 
 
 def rotated(x, positions, theta):
-    """[T, heads, 64], whose channels i and i + 32 are the parts of a complex number."""
+    """Rotates [T, heads, 64]; channels i and i + 32 are the parts of a complex number."""
     angles = positions[:, None, None] * theta ** (-torch.arange(32) / 32)
     turned = torch.complex(x[..., :32], x[..., 32:]) * torch.polar(torch.ones_like(angles), angles)
     return torch.cat([turned.real, turned.imag], dim=-1)
 
 
 def plain_layer(w, entries, embeds, states):
-    """The layer's outputs [T, 128] for the tokens' embeddings and states."""
+    """Returns outputs [T, 128] for embeddings and states."""
     count = len(states)
     normed = rms(states, w["midlayer.hidden_norm.weight"])
     inputs = torch.cat([rms(embeds, w["midlayer.input_layernorm.weight"]), normed], dim=1)
@@ -73,7 +73,7 @@ def plain_layer(w, entries, embeds, states):
 
 @torch.no_grad()
 def plain_logits(model, w, entries, features, text, path):
-    """[1 + len(path), draft vocabulary]: what follows the text, and each token of a path of drafted tokens."""
+    """Returns logits [1 + len(path), draft vocabulary] after the text and each token of a path."""
     if entries.get("norm_before_fc"):
         features = rms(features, w["input_norm.weight"])
     if entries.get("fc_norm"):
@@ -90,8 +90,6 @@ def plain_logits(model, w, entries, features, text, path):
 
 
 class Recorder(EagleDrafter):
-    """Keeps texts and chains that it proposed, and the logits that they come from."""
-
     def __init__(self, head):
         super().__init__(head, num_nodes=4, depth=3, width=1)
         self.seen, logits = [], head.logits
@@ -108,7 +106,7 @@ class Recorder(EagleDrafter):
 
 @pytest.mark.parametrize("entries", NORMS, ids=lambda entries: ", ".join(entries) or "plain")
 def test_what_a_head_computes(model, tmp_path, entries):
-    """Text and drafted tokens, as the drafter has them in `generate`, after a head was saved and loaded."""
+    """A loaded head has plain PyTorch's logits."""
     eagle_head(model, **entries).save_pretrained(tmp_path, dtype=torch.float32)
     config, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -124,7 +122,7 @@ def test_what_a_head_computes(model, tmp_path, entries):
 
 
 def test_flags_in_eagle_config(model, tmp_path):
-    """NVIDIA's heads have them there, and ModelOpt tells of its other heads what they do."""
+    """NVIDIA's heads have flags there; ModelOpt adds entries of other heads."""
     head = eagle_head(model, norm_before_fc=True, norm_output=True)
     head.save_pretrained(tmp_path, dtype=torch.float32)
     path = tmp_path / "config.json"
@@ -167,7 +165,7 @@ def test_published_forms_are_read(model, tmp_path, name):
     texts = [greedy(model, prompt) for prompt in prompts_of((5, 12))]
     sequences, _ = generate(model, prompts_of((5, 12)), drafter=EagleDrafter(loaded), max_new_tokens=20)
     assert lists(sequences) == texts
-    # What is written is read again.
+    # Saving keeps the head.
     loaded.save_pretrained(tmp_path / "again", dtype=torch.float32)
     again = EagleHead.from_pretrained(tmp_path / "again", model)
     assert same(again, head) and again.config.norm_output == head.config.norm_output

@@ -1,7 +1,7 @@
 """`tree="auto"` on texts of a real model, replayed at the measured costs of its steps.
 
-recorded_texts.json: what SmolLM2-135M-Instruct answered to 16 prompts of each kind in bfloat16, up to 96 tokens; a
-token is the place where the prompt and the text first have it.
+recorded_texts.json: answers of SmolLM2-135M-Instruct to 16 prompts of each kind in bfloat16, up to 96 tokens; a token
+is the place of its first occurrence.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SIZES, PLAIN, ONCE, ROW = (1, 4, 8), (31.2e-3, 32.0e-3, 37.2e-3), (0.0, 5.2e-3, 
 
 
 class Recorded(Machine):
-    """Some of the texts, in one batch."""
+    """Replays texts in one batch."""
 
     def __init__(self, rows: list[dict], drafter: NgramDrafter | None) -> None:
         self.rows, self.drafter, self.batch = rows, drafter, len(rows)
@@ -82,7 +82,7 @@ def plain_seconds(rows: list[dict]) -> float:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", dict.fromkeys(row["kind"] for row in ROWS))
 def test_chosen_trees_are_near_the_best_choice(kind: str, size: int) -> None:
-    """In the median of a kind at least 0.97 of plain decoding, and 0.95 of the better of it, chains and fixed trees."""
+    """A kind's median speed is at least 0.97 of plain decoding, 0.95 of the best of plain, chains and fixed trees."""
     of_kind = [row for row in ROWS if row["kind"] == kind][: 8 * size]
     over_plain, over_best = [], []
     for first in range(0, len(of_kind), size):

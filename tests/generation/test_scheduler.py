@@ -1,4 +1,4 @@
-"""Who takes part in the next pass: as plain loops say, in time that is linear in the number of sequences."""
+"""The scheduler admits and evicts as plain loops do, in time linear in the number of sequences."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ CPU = torch.device("cpu")
 
 
 class Loops:
-    """The rules of admission and eviction, one sequence after another, each looking at all others."""
-
     def __init__(self, sequences, cache, max_sequences):
         self.cache, self.max_sequences = cache, max_sequences
         self.waiting, self.running = list(sequences), []
@@ -110,7 +108,7 @@ def test_passes_are_those_of_plain_loops(prompts, n, page_size, spare, max_seque
 
 @pytest.mark.parametrize("n", [1, 8])
 def test_work_is_linear_in_the_number_of_sequences(n):
-    """Lines of the scheduler that are run, with admissions, evictions and ends; no texts are compared."""
+    """Executed lines count admissions, evictions and ends."""
 
     def lines_of(count):
         cache = PagedCache(count * 4, 4, CPU)

@@ -1,4 +1,4 @@
-"""A memory over requests: what it finds, by looking everywhere, and that the text never depends on it."""
+"""A memory over requests finds the continuations of an exhaustive search and never changes the text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def everywhere(text, end, context, max_ngram, length):
-    """The rows of `continuations`, in any order, by comparing at each place of what the memory holds."""
+    """Finds the rows of `continuations` by comparison."""
     rows, padded = [], [-1] * max_ngram + text + [-1] * length
     for place in range(len(text) - 1):
         equal = 0
@@ -33,7 +33,7 @@ def everywhere(text, end, context, max_ngram, length):
 SIZES = [(50, 3, 3), (1000, 3, 6), (64, 1, 12), (7, 2, 3), (1, 1, 2)]
 
 
-@pytest.mark.parametrize("factor", [1, 50_021])  # of the tokens' numbers
+@pytest.mark.parametrize("factor", [1, 50_021])  # factor of the tokens' numbers
 @pytest.mark.parametrize(("size", "context", "words"), SIZES)
 def test_what_is_found(size, context, words, factor):
     rng, memory, text, compared = random.Random(0), TextMemory(size, context=context, max_ngram=8), [], 0
@@ -46,7 +46,7 @@ def test_what_is_found(size, context, words, factor):
         end = [factor * rng.randrange(words) for _ in range(rng.randrange(10))]
         expected = everywhere(text, end, context, 8, 4)
         found = memory.continuations(end, 4, 100).tolist()
-        if len(expected) < MAX_PLACES - 8:  # other texts of the same hash take places, too
+        if len(expected) < MAX_PLACES - 8:  # other texts of the same hash also occupy places
             assert sorted(found) == sorted(expected)
             compared += len(expected)
     assert compared > 10 or size < 10
@@ -57,14 +57,14 @@ def test_the_best_places_come_last():
     for text in ([9, 1, 2, 3, 50], [1, 2, 3, 60], [8, 2, 3, 70], [7, 2, 3, 70], [6, 2, 3, 80]):
         memory.add(text)
     rows = memory.continuations([9, 1, 2, 3], 1, 5)
-    # By equal tokens; of two equal ones the token that follows twice, the newer one behind the older one.
+    # Ordered by equal tokens, then frequency; newer after older.
     assert rows[:, -2].tolist() == [80, 70, 70, 60, 50]
     assert memory.continuations([9, 1, 2, 3], 1, 2)[:, -2].tolist() == [60, 50]
     assert memory.continuations([1, 9], 1, 5).shape == (0, 6) and memory.continuations([3], 1, 5).shape == (0, 6)
 
 
 def test_threads_share_a_memory():
-    """Whoever looks while others write gets rows of real texts: each text repeats one token."""
+    """Reads during writes return real texts, each of one token."""
     memory, wrong = TextMemory(400, context=2, max_ngram=4), []
 
     def write(token):
@@ -86,7 +86,7 @@ def test_threads_share_a_memory():
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_copies_have_whole_texts(monkeypatch):
-    """Of a thread that stores a memory, and of one that forks, while another is in the middle of `add`."""
+    """Pickled and forked copies have whole texts while another thread is within `add`."""
     memory, stored, forked, threads = TextMemory(400, context=2, max_ngram=4), [], [], []
     text, hashes = [1, 2, 3, 4, 1, 2, 9], TextMemory._hashes
     memory.add([5] * 30)
@@ -100,7 +100,7 @@ def test_copies_have_whole_texts(monkeypatch):
         threads.extend([store, fork])
         for thread in threads:
             thread.start()
-            thread.join(timeout=0.1)  # lets it go on, if it may
+            thread.join(timeout=0.1)  # lets it continue, if it may
         return hashes(self, tokens)
 
     with monkeypatch.context() as patch:
@@ -132,7 +132,7 @@ def model():
 
 
 def test_beside_a_model(model):
-    """The model is asked only where neither the text nor a former answer has what follows."""
+    """The model drafts only where neither the text nor an earlier answer has a continuation."""
     prompts, sizes = prompts_of((5, 12)), []
     other = ModelDrafter(tiny(1, num_hidden_layers=1), num_nodes=6)
     propose = other.propose

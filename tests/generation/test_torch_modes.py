@@ -1,4 +1,4 @@
-"""`generate` on models that `torch.compile` has compiled, within `torch.autocast`, and below autograd."""
+"""`generate` on compiled models, within `torch.autocast`, and below autograd."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ PROMPTS = (5, 17)
 
 
 class Backend:
-    """Counts what it compiles, and what of that runs."""
-
     def __init__(self):
         self.num_runs = 0
 
@@ -108,7 +106,7 @@ def test_refusals_within_autocast(monkeypatch):
             generated(model, drafter)
 
 
-# Passes run below autograd, and leave nothing of that behind ---------------------------------------------------------
+# Passes run below autograd and leave its state unchanged --------------------------------------------------------------
 
 AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 
@@ -118,7 +116,7 @@ def is_below_autograd():
 
 
 class OwnTensor(torch.Tensor):
-    """A weight of a type that may do what autograd's dispatch finds."""
+    """May depend on autograd's dispatch."""
 
 
 @pytest.mark.parametrize("is_plain", [True, False])

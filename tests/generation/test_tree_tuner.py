@@ -1,4 +1,4 @@
-"""`generate(tree="auto")`: the choice on made-up machines, and the same text whatever is chosen."""
+"""`generate(tree="auto")`: choices on simulated machines, and the same text for any choice."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 LOSERS = [
     dict(acceptance=[0.0, 0.0], batch=1),  # a drafter that is never right
-    dict(acceptance=[0.3, 0.1], batch=8, row=0.2),  # rows are dear
-    dict(acceptance=[0.5, 0.1], batch=1, level=0.9),  # the draft model is dear, too
+    dict(acceptance=[0.3, 0.1], batch=8, row=0.2),  # rows are expensive
+    dict(acceptance=[0.5, 0.1], batch=1, level=0.9),  # the draft model is expensive, too
     dict(acceptance=[0.2, 0.1], batch=64, row=0.02),
 ]
 WINNERS = [
@@ -37,7 +37,7 @@ WINNERS = [
 
 
 def seconds_of(parameters: dict, tokens: int = 96) -> tuple[float, float, float]:
-    """Seconds without drafts, with chosen ones, from scratch, and with the whole tree in each step; they scatter."""
+    """Returns noisy seconds without drafts, with chosen drafts from scratch, and with whole trees."""
     noise = 0.2
     chosen = whole = 0.0
     seeds = 4 if parameters.get("batch", 1) < 64 else 1
@@ -56,7 +56,7 @@ def test_drafts_that_do_not_pay_cost_little(machine):
 
 @pytest.mark.parametrize("machine", WINNERS)
 def test_drafts_that_pay_are_used_from_the_start(machine):
-    """At least 70 % of what the fixed tree gains, within 96 tokens and from scratch."""
+    """Chosen trees gain at least 70 % of the fixed tree's gain within 96 tokens, from scratch."""
     plain, chosen, whole = seconds_of(machine)
     assert plain / chosen - 1 > 0.7 * (plain / whole - 1) > 0
 
@@ -67,7 +67,7 @@ def test_each_token_saves_its_row_and_counts_of_rows_are_few():
     plan = tuner.plan([30, 10])
     assert plan.weights == pytest.approx([0.8 * 0.75 + 0.1, 0.8 * 0.25 + 0.1])
     assert plan.count([0.9] * 12) == 12 and plan.count([0.9] * 12 + [0.0] * 20) == 8
-    tuner.found = 1e9  # accepted drafts, which never let the batch end earlier
+    tuner.found = 1e9  # never end the batch earlier
     assert tuner.plan([30, 10]).weights == pytest.approx([0.1, 0.1])
 
 
@@ -85,7 +85,7 @@ def test_a_change_of_the_text_shows():
 
 
 def test_looks_take_one_percent_of_the_time():
-    """Where no guess is right, a drafter that takes a third of a step is asked once in 30 steps."""
+    """A drafter that is never right and costs a third of a step is asked once in 30 steps."""
     machine, looks = Machine([0.0], level=0.3, row=0.1), []
     tuner = fresh(machine)
     plan_of = TreeTuner.plan
@@ -101,7 +101,7 @@ def test_looks_take_one_percent_of_the_time():
 
 
 def test_levels_are_learnt_though_they_read_what_was_accepted():
-    """What the drafter reads before its first level is no part of the levels' time."""
+    """Reading before the first level is no time of the levels."""
     tuner, machine = TreeTuner(2, grows_by_level=True), Machine([0.9])
     tuner.learn_reading(1000, 1.0)
     path, tokens = torch.tensor([[0, 1, 2]]), torch.tensor([[0, 0, 1000]])
@@ -117,7 +117,7 @@ def test_levels_are_learnt_though_they_read_what_was_accepted():
 
 
 def test_every_child_of_an_accepted_node_tells_something():
-    """Whether it was verified or not; and nothing is learnt of nodes whose parent was not accepted."""
+    """Unverified children of an accepted node count, too; nodes below a rejected one do not."""
     tuner, machine = TreeTuner(3), Machine([0.6])
     plan = tuner.plan([500])
     proposal = machine.draft(DraftTree.full([2, 2]), {0: 0})  # nodes 1, 2; 3, 4 below 1; 5, 6 below 2
@@ -138,16 +138,16 @@ def model():
 
 @pytest.fixture(autouse=True)
 def whole_trees():
-    """These are the tests of the default."""
+    """Leaves the default on."""
 
 
-# The depth of each step; every second or third one is without drafts.
+# The depth of each step; every second or third has no drafts.
 SCHEDULE = [None, 1, 2, None, None, 2, 3]
 
 
 @pytest.fixture
 def scheduled(monkeypatch):
-    """A tuner that goes through SCHEDULE, and leaves out some of the nodes every other time."""
+    """The tuner follows SCHEDULE and drops some nodes every other time."""
     steps = []
     plan_of, keep = TreeTuner.plan, Plan.keep
 
@@ -189,7 +189,7 @@ def test_the_text_does_not_depend_on_the_trees(model, scheduled, name, params):
 
 
 def test_nothing_is_done_before_the_first_token(model, scheduled, monkeypatch):
-    """The first token must not wait for what drafts set up."""
+    """Setup of drafts must not delay it."""
     events = []
 
     def note(owner, name, event):

@@ -1,4 +1,4 @@
-"""mma, ldmatrix and wgmma against NVIDIA's CuTe, whose words tests/cute/vectors.npz.xz keeps (`make witness`)."""
+"""mma, ldmatrix and wgmma equal NVIDIA's CuTe in tests/cute/vectors.npz.xz (`make witness`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif("simt" not in backends(), reason="built without 
 
 
 def differing(name: str, given: np.ndarray | None = None) -> int:
-    """How many words of the instruction's result are not CuTe's."""
+    """Counts result words that differ from CuTe's."""
     words = VECTORS[f"{name}.in"] if given is None else given
     expected = VECTORS[f"{name}.out"]
     if name.startswith("wgmma"):
@@ -44,10 +44,10 @@ def test_simt_agrees_with_cute(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_another_layout_would_be_noticed(name: str) -> None:
-    """Two words of what is given change places: of registers, or of shared memory."""
+    """Two swapped operand words change the result."""
     words = VECTORS[f"{name}.in"].copy()
     is_image = name.startswith("wgmma")
-    first = 128 * (1 + instructions_sm90.OWN) + 4096 if is_image else 0  # where B begins
+    first = 128 * (1 + instructions_sm90.OWN) + 4096 if is_image else 0  # B's first word
     other = next(i for i in range(first + 1, len(words)) if words[i] != words[first])
     words[[first, other]] = words[[other, first]]
     assert differing(name, words) > 0

@@ -1,7 +1,4 @@
-"""`PAGEDTREE_ENGINE=auto`: the verdict of wgmma's self-test, and what becomes of kernels that hang, crash or are wrong.
-
-On simt, which stands for a Hopper GPU; what is launched then is in test_limits.py.
-"""
+"""`PAGEDTREE_ENGINE=auto` on simt as a Hopper GPU: wgmma's self-test, its stored verdict. Launches: test_limits.py."""
 
 from __future__ import annotations
 
@@ -33,13 +30,13 @@ def on_simt() -> Facts:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the verdicts, which is not there yet."""
+    """Returns the folder of verdicts, not yet made."""
     monkeypatch.setenv("PAGEDTREE_CACHE", str(tmp_path / "made" / "here"))
     monkeypatch.delenv("PAGEDTREE_ENGINE", raising=False)
     return tmp_path / "made" / "here"
 
 
-# The file -------------------------------------------------------------------------------------------------------------
+# Verdict file ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_verdict_names_gpu_driver_and_build(cache: Path) -> None:
@@ -98,7 +95,7 @@ def test_where_the_file_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 
 def test_two_who_store_at_once_are_safe() -> None:
-    """A reader finds one of the two verdicts as a whole, whenever it looks."""
+    """A concurrent reader finds one whole verdict."""
     store_verdict(on_simt(), PASSED)
 
     def store(said: str) -> None:
@@ -114,7 +111,7 @@ def test_two_who_store_at_once_are_safe() -> None:
     assert verdicts <= {PASSED, FAILED} and len(verdicts) > 0
 
 
-# What is told ---------------------------------------------------------------------------------------------------------
+# Messages -------------------------------------------------------------------------------------------------------------
 
 
 def test_the_engine_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +167,7 @@ def test_a_verdict_that_cannot_be_kept_is_no_success(
     assert "cannot be kept" in capsys.readouterr().out and not on_simt().has_passed
 
 
-# The process of the self-test -----------------------------------------------------------------------------------------
+# Self-test process ----------------------------------------------------------------------------------------------------
 
 WRITES = """
 import os, signal, sys, time
@@ -196,7 +193,7 @@ def test_each_end_of_the_process_is_told(name: str) -> None:
 
 
 def planted(wrong: str) -> str:
-    """The process of the self-test with another attention by wgmma; of all rows an instruction and a tile."""
+    """Returns a self-test with a wrong wgmma attention; one instruction and one tile run."""
     return f"""
 import os, signal, sys, time
 from pagedtree.check import self_test
@@ -251,7 +248,7 @@ print(sum("attention_sm90_kernel" in name for name in kernels))
 
 
 def launches_by_wgmma() -> int:
-    """Of a call in a process of its own."""
+    """Counts wgmma launches of a call in another process."""
     done = subprocess.run([sys.executable, "-c", LAUNCHES], cwd=ROOT, check=True, capture_output=True, text=True)
     return int(done.stdout)
 

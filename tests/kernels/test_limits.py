@@ -1,9 +1,7 @@
-"""What the CUDA backend's host code asks of the CUDA runtime on GPUs of each kind. Needs no GPU: a runtime writes it
-down (recorded_case.py).
+"""CUDA runtime calls by the host code, recorded for each kind of GPU without one (recorded_case.py).
 
-Launches are held against what these GPUs and the compiled kernels allow: one beyond a limit would fail with "invalid
-argument" or "too many resources requested". And against what a CUDA graph's capture allows, on which stream they are,
-and what comes of calls that fail.
+Launches must fit the GPU, the kernel ("too many resources requested"), graph capture and the caller's stream; failed
+calls must raise and leave no trace.
 """
 
 from __future__ import annotations
@@ -36,11 +34,11 @@ pytestmark = [
 ARCHITECTURES = [
     "sm_" + architecture.replace("+PTX", "").replace(".", "") for architecture in _C.build_info()["cuda_architectures"]
 ]
-REGISTERS = 65536  # of an SM, and of a CTA
+REGISTERS = 65536  # per SM and per CTA
 MOST_THREADS, GRID_X, GRID_YZ = 1024, 2**31 - 1, 65535
 
 
-# The runtime's functions that may be called while a stream is captured: none waits, allocates, or asks a stream.
+# Allowed during capture: these neither wait, allocate nor query a stream.
 ALLOWED_IN_CAPTURE = {
     "cuTensorMapEncodeTiled",
     "cudaDeviceGetAttribute",
@@ -62,7 +60,6 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
 
 @lru_cache
 def kernels(architecture: str) -> dict[str, Kernel]:
-    """By symbol."""
     assert LIBRARY is not None
     return {kernel.symbol: kernel for kernel in read_kernels(LIBRARY) if kernel.architecture == architecture}
 
@@ -76,13 +73,13 @@ def launch_bounds(architecture: str) -> dict[str, int]:
 
 
 def architecture_of(device: Device) -> str:
-    """Whose code is looked at: the device's own, or the build's last; bounds and sizes are those of the sources."""
+    """Returns the device's architecture, else the build's last, with the same bounds."""
     names = [f"sm_{device.capability}a", f"sm_{device.capability}"]
     return next((architecture for architecture in names if architecture in ARCHITECTURES), ARCHITECTURES[-1])
 
 
 def faults_of(launch: Launch, kernel: Kernel, bound: int, device: Device) -> list[str]:
-    """The limits that the launch breaks on the device."""
+    """Lists device limits that the launch breaks."""
     warps = -(-launch.threads // 32)
     reserved = 1024 if int(kernel.architecture[3:].rstrip("a")) >= 90 else 0
     shared_bytes = launch.shared_bytes + max(kernel.shared_bytes - reserved, 0)
@@ -113,8 +110,7 @@ def test_launches_keep_within_the_device(recorded: Recorded, device: Device) -> 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: str(device.capability))
 def test_every_kernel_is_launched(recorded: Recorded, device: Device) -> None:
-    """Of those that the device can have: wgmma is Hopper's, the larger tile of wide values takes 113 KB, lists of kept
-    tokens take as much."""
+    """Exceptions: wgmma kernels off Hopper, and tiles and lists of 113 KB on small SMs."""
     left_out = [] if device == HOPPER else ["_sm90_kernel"]
     if device.block_kilobytes < 113:
         left_out += ["Li576ELi32ELi512E", "11kept_kernel"]
@@ -125,7 +121,7 @@ def test_every_kernel_is_launched(recorded: Recorded, device: Device) -> None:
 
 
 def test_each_broken_limit_would_be_found(recorded: Recorded) -> None:
-    """A launch of the kernel that takes most shared memory, changed one way at a time."""
+    """Each change of the launch with most shared memory breaks its limit."""
     architecture = architecture_of(HOPPER)
     launch = max(recorded.launches(90), key=lambda launch: launch.shared_bytes)
     kernel, bound = kernels(architecture)[launch.kernel], launch_bounds(architecture)[launch.kernel]
@@ -156,7 +152,7 @@ def test_launch_bounds_are_read_from_the_cubins() -> None:
 
 
 def wrong_calls(asked: list[Asked]) -> list[Asked]:
-    """Calls that a device refuses or a capture forbids, and launches that are not on the caller's stream."""
+    """Lists refused calls, calls forbidden in capture, and launches off the caller's stream."""
     launches = [call for call in asked if call.name == "launch"]
     elsewhere = [
         call for call in launches if Launch.read(call).stream != "caller" and "instruction" not in call.arguments[0]
@@ -166,13 +162,10 @@ def wrong_calls(asked: list[Asked]) -> list[Asked]:
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: str(device.capability))
 def test_calls_are_right_and_could_be_captured(recorded: Recorded, device: Device) -> None:
-    """Shared memory beyond 48 KB and clusters beyond 8 CTAs are asked for before a launch, which is refused without.
-
-    The recorder has no other function of the runtime, and it could not be linked if the backend wanted one.
-    """
+    """Shared memory beyond 48 KB and clusters beyond 8 CTAs are requested before launches that need them."""
     calls = recorded.asked(device.capability)
     assert len(calls) > 500 and wrong_calls(calls) == []
-    # The one thing that a GPU cannot compute: fp32 in recurrent layers.
+    # A GPU refuses only fp32 recurrent layers.
     assert all(
         re.search("must be of dtype torch.float16 or torch.bfloat16.*got torch.float32$", error)
         for error in recorded.errors[str(device.capability)]
@@ -190,7 +183,7 @@ def test_each_wrong_call_would_be_found(recorded: Recorded) -> None:
 
 
 def test_a_step_asks_for_the_same_each_time(recorded: Recorded) -> None:
-    """Whatever the tensors hold, so that a graph of one step serves the others."""
+    """Launches ignore tensors' values, so one graph serves all steps."""
     assert len(recorded.steps) == 8
     for kind, (first, *others) in recorded.steps.items():
         launches = [[line for line in step if line.startswith("launch")] for step in (first, *others)]
@@ -201,8 +194,7 @@ def test_a_step_asks_for_the_same_each_time(recorded: Recorded) -> None:
 
 
 def test_calls_that_fail_are_told(recorded: Recorded) -> None:
-    """But those that ask for clusters of 16 CTAs: a refusal is no error, and nobody else shall stumble on it. Nor is
-    what failed remembered: the same call is right behind it."""
+    """All raise but clusters of 16 CTAs, whose refusal is cleared; the same call then succeeds."""
     told, refusals = [], []
     for op, line, error, is_read, error_behind in recorded.failures:
         (told if error.startswith("RuntimeError: CUDA: ") else refusals).append(Asked.read(line))
@@ -238,7 +230,7 @@ def test_auto_takes_wgmma_where_its_self_test_has_passed(recorded: Recorded) -> 
 def test_a_tensor_map_that_the_driver_refuses_is_done_without(recorded: Recorded) -> None:
     lines, _ = recorded.engines["wgmma, no maps"]
     maps = [Asked.read(line) for line in lines if line.startswith("cuTensorMapEncodeTiled")]
-    assert [call.answer for call in maps] == ["fails", "ok"]  # K's, and V's
+    assert [call.answer for call in maps] == ["fails", "ok"]  # K, then V
 
 
 def test_an_earlier_kernel_is_not_blamed_on_the_call(recorded: Recorded) -> None:

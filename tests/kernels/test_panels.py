@@ -1,8 +1,7 @@
-"""Descriptors and places in shared memory of the kernels for wgmma, written down while they run on simt, against CuTe.
+"""Descriptors and shared-memory addresses of wgmma kernels, traced on simt, equal CuTe's.
 
-A stage has K or V of 64 or 128 keys: eight keys' rows in each panel of 64 columns, then those of the next keys; a
-latent stage has its panels behind each other. What CuTe says of such stages is in
-tests/cute/vectors.npz.xz (`make witness`): the descriptor of each step, and where each 16 bytes of a key lie.
+A stage holds K or V of 64 or 128 keys, eight keys' rows at a time, in panels of 64 columns; latent panels follow one
+another. tests/cute/vectors.npz.xz (`make witness`) has each step's descriptor and each 16 bytes' address.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from pagedtree.testing import backends, use_backend
 SIMT = simt_library()
 pytestmark = pytest.mark.skipif(SIMT is None or "simt" not in backends(), reason="built without simt")
 PANEL = 64 * 128
-KEYS = {(64, True): 64, (64, False): 64, (128, True): 128, (128, False): 64}  # of rows, and whether columns are few
-WGMMA, COMMIT, TMA, COPY = range(4)  # kinds of what is written down; see csrc/simt/ptx_sm90_simt.cpp
+KEYS = {(64, True): 64, (64, False): 64, (128, True): 128, (128, False): 64}  # by rows and few columns
+WGMMA, COMMIT, TMA, COPY = range(4)  # kinds in csrc/simt/ptx_sm90_simt.cpp
 LEFT_IN_REGISTERS, N_MAJOR = 1, 2
 
-Words = list[tuple[int, ...]]  # kind, thread, and up to four numbers
+Words = list[tuple[int, ...]]  # kind, thread, up to four numbers
 INSTANCES = [
     pytest.param(sizes, rows, dtype, fp8, marks=[] if core else pytest.mark.slow)
     for sizes, tiles in [*WGMMA_TILES.items(), ((576, 512), (64,))]
@@ -41,7 +40,6 @@ INSTANCES = [
 
 @contextmanager
 def refused_maps() -> Iterator[None]:
-    """Within it, the driver cannot make tensor maps."""
     library = ctypes.CDLL(str(SIMT))
     library.pagedtree_simt_refuse_maps(1)
     try:
@@ -51,9 +49,9 @@ def refused_maps() -> Iterator[None]:
 
 
 def written_down(sizes: Sizes, rows: int, dtype: torch.dtype, fp8: bool) -> Words:
-    """What the instance does for one tile and two stages of keys, the first of which all rows see, and two keys more.
+    """Traces one tile, two stages (all rows see the first), and two keys.
 
-    The first words of each 16 bytes of a key are its number, the place of the 16 bytes and 1 for V.
+    Each 16 bytes of a key begin with its number, their index and 1 for V.
     """
     (head_dim, head_dim_v), latent, keys = sizes, sizes[0] != sizes[1], KEYS[rows, sizes[0] < 256]
     halves = torch.zeros(2, 3, keys, 1, head_dim, dtype=torch.int16)
@@ -79,20 +77,20 @@ def written_down(sizes: Sizes, rows: int, dtype: torch.dtype, fp8: bool) -> Word
 
 
 def multiplications(words: Words) -> list[Words]:
-    """The wgmma of each group that a warpgroup has committed, as (left, right, columns, form)."""
+    """Returns each committed wgmma group as (left, right, columns, form)."""
     open_groups: dict[int, Words] = {}
     groups = []
     for kind, thread, *numbers in words:
         if kind == WGMMA:
             open_groups.setdefault(thread, []).append(tuple(numbers))
-        elif kind == COMMIT and thread in open_groups:  # another group is empty
+        elif kind == COMMIT and thread in open_groups:  # skips empty groups
             groups.append(open_groups.pop(thread))
     assert not open_groups
     return groups
 
 
 def begin_of(descriptors: list[int], steps: np.ndarray, apart: bool, faults: list[str]) -> int:
-    """Where the matrix begins by its descriptors; `apart`: whether the leading offset means anything."""
+    """Returns a matrix's start; `apart`: the leading offset matters."""
     fields = np.array([[(d >> shift & 0x3FFF) * 16 for shift in (0, 16, 32)] for d in descriptors])
     begin = int(fields[0, 0] - steps[0, 0])
     fields[:, 0] -= begin
@@ -105,7 +103,6 @@ def begin_of(descriptors: list[int], steps: np.ndarray, apart: bool, faults: lis
 
 
 def faults_of(words: Words, sizes: Sizes, rows: int) -> list[str]:
-    """What differs from CuTe."""
     head_dim, head_dim_v = sizes
     latent, keys = head_dim != head_dim_v, KEYS[rows, head_dim < 256]
     of_keys = "_128" if keys == 128 else ""
@@ -133,13 +130,13 @@ def faults_of(words: Words, sizes: Sizes, rows: int) -> list[str]:
             faults.append("multiplications of several forms")
     filled = {"K": set[int](), "V": set[int]()}
     for kind, _, *numbers in words:
-        if kind == TMA:  # to, panel, eight slots, page; rows of 128 bytes begin with their first 16, before the swizzle
+        if kind == TMA:  # to, panel, eight slots, page; a row's first 16 bytes are unswizzled
             to, column, slot = numbers[0], numbers[1] * 64, numbers[2] * 8
             place = int(chunks[slot, column // 8])
         elif kind == COPY:
             to = numbers[0]
             key, chunk, is_v, _ = np.array(numbers[1:2], np.uint64).view(np.uint16).tolist()
-            if not numbers[1]:  # zeros stand for what no row sees, and begin key 0 of K, too
+            if not numbers[1]:  # zeros for invisible keys; K's key 0
                 continue
             place = int(chunks[key, chunk])
             filled["V" if is_v and not latent else "K"].add(to - place)

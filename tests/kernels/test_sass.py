@@ -1,4 +1,4 @@
-"""The CUDA library as nvcc has made it: architectures, registers, spills, instructions, size. Needs no GPU."""
+"""nvcc's library: architectures, registers, spills, instructions, size."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ pytestmark = [
 MAX_REGISTERS = 255
 MAX_BYTES = 40_000_000
 INSTRUCTION_BYTES = 16
-# Instances of tree attention: by mma.sync, of them for values of 512 columns, and by wgmma on sm_90a.
+# Attention by mma.sync, its values of 512 columns, attention by wgmma.
 INSTANCES = {"attention_kernel<": 80, "attention_kernel<Instance<.*, 576, ": 8, "attention_sm90_kernel<": 28}
 ALL_ARCHITECTURES = [
     "sm_" + architecture.replace("+PTX", "").replace(".", "") for architecture in _C.build_info()["cuda_architectures"]
 ]
-# In a build for 9.0, too, 9.0a has what needs it alone.
+# If 9.0 is built too, 9.0a has only the kernels that need it.
 ARCHITECTURES = [sm for sm in ALL_ARCHITECTURES if sm != "sm_90a" or "sm_90" not in ALL_ARCHITECTURES]
 for_hopper = pytest.mark.skipif("sm_90a" not in ALL_ARCHITECTURES, reason="built without 9.0a")
 
@@ -52,7 +52,7 @@ LISTINGS: dict[Kernel, list[str]] = {}
 
 
 def listings(architecture: str, pattern: str, number: int) -> dict[str, list[str]]:
-    """The instructions of the kernels whose names match, so many; to disassemble one takes half a second."""
+    """Disassembles `number` matching kernels, half a second each."""
     matches = [k for k in kernels() if k.architecture == architecture and re.match(pattern, k.name)]
     assert LIBRARY is not None and len(matches) == number
     LISTINGS.update(list_instructions(LIBRARY, [kernel for kernel in matches if kernel not in LISTINGS]))
@@ -64,7 +64,7 @@ def instructions(architecture: str, pattern: str, number: int) -> dict[str, Coun
 
 
 def of_kernels(quick: str, number: int, every: str, total: int) -> pytest.MarkDecorator:
-    """Parameters of a test: the names of few kernels, and their number; in `make test-all` those of all."""
+    """Parametrises over a few kernels, in `make test-all` over all."""
     long = pytest.param(every, total, marks=pytest.mark.slow)
     return pytest.mark.parametrize(("pattern", "number"), [(quick, number), long], ids=["quick", "all"])
 
@@ -74,14 +74,11 @@ def count(opcodes: Counter[str], prefix: str) -> int:
 
 
 def missing_registers(name: str, opcodes: Counter[str]) -> int:
-    """How many registers the roles of a wgmma kernel ask for beyond those that its CTA begins with.
-
-    Consumers that ask for one too many wait for ever.
-    """
+    """Returns registers that roles request beyond their CTA's; one too many blocks consumers forever."""
     (kernel,) = (k for k in kernels() if k.architecture == "sm_90a" and k.name == name)
     counts = dict(re.findall(r"USETMAXREG\.(TRY_ALLOC|DEALLOC)\..*\b0x([0-9a-f]+)", "\n".join(opcodes)))
     rows, head_dim, head_dim_v = (int(re.findall(r", (\d+), (\d+), (\d+)>", name)[0][i]) for i in (1, 0, 2))
-    consumers = 2 if head_dim != head_dim_v else rows // 64  # groups of four warps
+    consumers = 2 if head_dim != head_dim_v else rows // 64  # warpgroups
     of_roles = consumers * int(counts["TRY_ALLOC"], 16) + int(counts["DEALLOC"], 16)
     return (of_roles - (consumers + 1) * kernel.registers) * 128
 
@@ -97,7 +94,7 @@ def test_each_architecture_has_every_kernel() -> None:
         assert len([name for name in all_names if re.match(pattern, name)]) == number * is_built
 
 
-# Functions for filters and rare rows get a row and its parameters in local memory. A change may lower these only.
+# Filters and rare rows use local memory. A change may only lower these.
 MOST_STACK = {
     "walk_kernel<": 88, "expand_drawn_kernel<": 96, "logprobs_kernel": 96,
     "expand_top_kernel<": 72, "medusa_top_kernel<": 72, "grow_kernel": 48,
@@ -137,10 +134,9 @@ def test_attention_uses_the_tensor_cores(architecture: str, pattern: str, number
 @of_kernels(ATTENTION + "576, ", 2, "attention_kernel<Instance<.*, 576, ", 8)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_wide_tiles_read_the_stages_once(architecture: str, pattern: str, number: int) -> None:
-    """A warp multiplies halves of nine panels of K and a quarter of V, and copies 8 keys: first ones, of K, of V. With
-    16-bit caches it copies rows of Q, too.
+    """A warp multiplies half of K's nine panels and a quarter of V, and copies 8 keys (first, K, V), and Q if 16-bit.
 
-    Stages with masks run the same code: there is one copy of the products.
+    Masked stages share the products' code.
     """
     for name, opcodes in instructions(architecture, pattern, number).items():
         rows, is_float8 = int(re.findall(r", (\d+), \d+>", name)[0]), "Float8" in name
@@ -155,8 +151,8 @@ def test_wide_tiles_read_the_stages_once(architecture: str, pattern: str, number
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_delta_rule_uses_the_tensor_cores(architecture: str) -> None:
-    """128 channels of 16 rows: with 8 columns of the state in two parts, with 8 keys of two dtypes; the update of the
-    state. With decays of channels rows and keys have two parts, too, and half of the channels are a turn."""
+    """128 channels of 16 rows are multiplied by 8 state columns in two parts and 8 keys of two dtypes; then the update.
+    With channel decays rows and keys have two parts too, half of the channels per iteration."""
     for name, opcodes in instructions(architecture, "delta_rule_kernel", 2).items():
         by_channel = "true" in name
         assert count(opcodes, r"HMMA\.1688\.F32\.TF32") == (2 * 4 * 2 * 3 if by_channel else 8 * 2 * 2 + 4 * 2), name
@@ -167,23 +163,23 @@ def test_the_delta_rule_uses_the_tensor_cores(architecture: str) -> None:
 @of_kernels(r"few_tokens_kernel<__nv_bfloat16, \(StateWords\)1", 4, "few_tokens_kernel<", 16)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_states_of_few_tokens_stay_in_registers(architecture: str, pattern: str, number: int) -> None:
-    """128 channels of 16 columns are read once, by words, and written once. Products with 16 rows have two parts, three
-    with decays of channels, where up to three steps of 16 keys have three, too, and a loop updates the state."""
+    """128 channels of 16 columns are read and written once, by words. Products of 16 rows have two parts; with
+    channel decays three, as have up to three steps of 16 keys, and a loop updates the state."""
     for name, opcodes in instructions(architecture, pattern, number).items():
         ((words, advances, by_channel),) = re.findall(r"\(StateWords\)(\d), (\w+), (\w+)>", name)
         parts, of_keys, steps = (3, 3 * 2 * 3, 8) if by_channel == "true" else (2, 0, 1)
         of_state = 8 * 4 * parts + (8 * 4 if advances == "true" and by_channel == "false" else 0)
         assert 0 <= count(opcodes, r"HMMA\.1688\.F32\.TF32") - of_state <= of_keys, name
         word, number_of_words = ("128", 16) if words == "1" else ("64", 32)
-        of_walks = 3  # a token's key, its query, the key of one above
+        of_walks = 3  # keys of a token and its ancestor, a query
         assert 0 <= count(opcodes, rf"LDG\.E\.{word}") - number_of_words <= of_walks, name
         assert advances == "false" or count(opcodes, rf"STG\.E\.{word}") * steps == number_of_words, name
         assert count(opcodes, "LDL|STL") == 0, name
 
 
-# What runs once is the cost of a small call. Kernels on sm_90a whose names begin so: at most so many instructions each;
-# in the listing to the last EXIT, behind which are rare paths, before the first copy to shared memory, before the first
-# product, between the last one and the last EXIT. A change may lower them only.
+# Code that runs once dominates small calls. Bounds of instructions on sm_90a by name prefix: in all; to the last EXIT,
+# before rare paths; before the first copy to shared memory; before the first product; after the last one. A change may
+# only lower them.
 BUDGETS = {
     "attention_kernel<Instance<__nv_bfloat16, __nv_bfloat16, 128, 16, 128> >": (4616, 2319, 187, 595, 791),
     "attention_kernel<Instance<__nv_bfloat16, __nv_bfloat16, 128, 64, 128> >": (6016, 3763, 189, 660, 949),
@@ -248,14 +244,12 @@ COPIES, PRODUCTS = re.compile("LDGSTS|UTMALDG|UBLKCP"), re.compile("HMMA|HGMMA")
 
 
 def parts_of(opcodes: list[str]) -> tuple[int, ...]:
-    """The lengths of which BUDGETS has bounds."""
     copies, products = ([i for i, opcode in enumerate(opcodes) if kind.match(opcode)] for kind in (COPIES, PRODUCTS))
     end = max(i for i, opcode in enumerate(opcodes) if opcode == "EXIT") + 1
     return len(opcodes), end, copies[0], products[0], end - 1 - products[-1]
 
 
 def above_budget(lengths: dict[str, tuple[int, ...]]) -> list[str]:
-    """The kernels of which a part is longer than in BUDGETS."""
     return [
         name
         for name, budget in BUDGETS.items()
@@ -285,13 +279,13 @@ def test_code_that_runs_once_stays_within_its_budget(tmp_path: Path) -> None:
 
 @for_hopper
 def test_rows_on_chip_share_an_sm() -> None:
-    """Three CTAs of 256 threads by their registers; by memory, which is the launch's, two or more."""
+    """Three CTAs of 256 threads fit by registers."""
     registers = [k.registers for k in kernels() if re.match("(walk|sample)_sm90_kernel<", k.name)]
     assert len(registers) == 9 and max(registers) <= 80
 
 
 def test_wrappers_of_instructions_are_those_that_a_gpu_has_run() -> None:
-    """Nothing here executes inline PTX: another text is unverified until `check` has run it on a GPU."""
+    """CPU tests run no inline PTX: changes are unverified until `check` runs on a GPU."""
     tile, run = ROOT / "csrc" / "cuda" / "tile", ROOT / "benchmarks" / "results" / "first_gpu_run.json"
     text = b"".join((tile / name).read_bytes() for name in ("ptx_cuda.cuh", "ptx_sm90_cuda.cuh"))
     is_verified = hashlib.sha256(text).hexdigest() == json.loads(run.read_text())["ptx_wrappers"]
@@ -302,17 +296,17 @@ def test_wrappers_of_instructions_are_those_that_a_gpu_has_run() -> None:
 @for_hopper
 @of_kernels(r"attention_sm90_kernel<Sm90Instance<__nv_bfloat16, \w+, 128, 64", 2, "attention_sm90_kernel<", 28)
 def test_hopper_s_attention_uses_wgmma(pattern: str, number: int) -> None:
-    """In the loop a k-step of V for 16 keys, D / 16 of K, and as many around it; registers go to those who multiply."""
+    """The loop has V's k-step of 16 keys and D / 16 of K's, code around it as many; consumers get registers."""
     for name, opcodes in instructions("sm_90a", pattern, number).items():
         head_dim, rows, head_dim_v = map(int, re.findall(r", (\d+), (\d+), (\d+)>", name)[0])
         latent = head_dim != head_dim_v
-        # Of latent rows a third of K in a loop, whose first product stands there twice, and V of two stages.
-        k_steps = 8 if rows == 128 and head_dim < 256 else 4  # of V; one more ends a group without values
+        # Latent: a third of K in a loop with a peeled product, and V of two stages.
+        k_steps = 8 if rows == 128 and head_dim < 256 else 4  # of V; one more ends an empty group
         products = head_dim // 16 // 3 + 1 + 2 * 4 if latent else 2 * (head_dim // 16 + k_steps) + 1
         assert count(opcodes, "HGMMA") == products, name
         assert missing_registers(name, opcodes) <= 0, name
         assert count(opcodes, "HMMA") == 0, name
-        # Where ptxas cannot follow the registers of a product, it waits after each instruction.
+        # ptxas waits after each instruction if it loses track of registers.
         assert count(opcodes, "WARPGROUP.DEPBAR") == 3, name
         assert count(opcodes, "LDGSTS") >= 4, name
         assert count(opcodes, "UTMALDG.5D") == (0 if "Float8" in name else 1 if latent else 2), name
@@ -321,7 +315,7 @@ def test_hopper_s_attention_uses_wgmma(pattern: str, number: int) -> None:
 @of_kernels(r"sample_kernel<\(DType\)2>", 1, "(sample|step|walk|rules)_kernel<", 13)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logits_are_read_by_sixteen_bytes(architecture: str, pattern: str, number: int) -> None:
-    """Four loads of each pass over a row; the peak of narrow dtypes is found two numbers at a time."""
+    """A pass has four loads; narrow dtypes compare pairs."""
     for name, opcodes in instructions(architecture, pattern, number).items():
         assert count(opcodes, r"LDG\.E\.128(\.CONSTANT)?") >= 8, name
         if re.search(r"\(DType\)[12]>", name):
@@ -331,9 +325,9 @@ def test_logits_are_read_by_sixteen_bytes(architecture: str, pattern: str, numbe
 @of_kernels(r"rope_append_kernel<\(DType\)2, 8>", 1, r"rope_append_kernel<\(DType\)[012], (8|4)>", 3)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_rows_are_rotated_and_quantized_by_sixteen_bytes(architecture: str, pattern: str, number: int) -> None:
-    """GPUs since 8.9 convert to e4m3 themselves."""
+    """GPUs since 8.9 convert to e4m3 in hardware."""
     for name, opcodes in instructions(architecture, pattern, number).items():
-        # Of queries two halves and the other columns; the same of keys; values, and keys that are not rotated.
+        # Stores: two halves and other columns of queries and keys; values; unrotated keys.
         assert count(opcodes, r"STG\.E\.128(\.STRONG\.SM)?") == 7, name
         assert count(opcodes, r"LDG\.E\.128") >= 2, name
         converts = re.match(r"sm_8[0-8]", architecture) is None

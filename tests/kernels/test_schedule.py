@@ -1,4 +1,4 @@
-"""attention_plan, and tree_attention with plans that fit, are stale or are garbage."""
+"""attention_plan; tree_attention with fitting, stale and garbage plans."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagedtree.check.cases.attention import plan_of
 
 KV_TILE, PIECE_COST = 64, 1
 FEW_ROWS = {"cpu": 8, "simt": 0, "cuda": 0}
-ALL, SMALL, LARGE = range(3)  # the lists of a plan
+ALL, SMALL, LARGE = range(3)  # lists
 SMALL_ROWS = 32
 
 
@@ -28,7 +28,7 @@ def sharers_of(plan: torch.Tensor, which: int = ALL) -> int:
 
 
 def visible_tiles(queries: int, keys: int, tree_len: int, window: int, rows: range) -> range:
-    """The KV tiles with a key that one of these rows, of two heads each, may see."""
+    """Returns KV tiles visible to some of these rows of two heads."""
     if tree_len < 0:
         ends = [keys - queries + row // 2 + 1 for row in (rows[0], rows[-1])]
         low, high = ends[0] - window, ends[1]
@@ -42,12 +42,12 @@ def visible_tiles(queries: int, keys: int, tree_len: int, window: int, rows: ran
 def check_balance(starts: list[tuple[int, int, int]], queries: list[int], keys: list[int], m_tile: int, *,
                   trees: list[int] | None = None, window: int = 0, few_rows: int = 0,
                   which: int = ALL) -> None:  # fmt: skip
-    """Two KV heads with two query heads each; where they have at most `few_rows` rows, they share a row tile."""
+    """Checks equal costs: two KV heads of two query heads share a row tile up to `few_rows` rows."""
     listed = [n if which == ALL or (2 * n <= SMALL_ROWS) == (which == SMALL) else 0 for n in queries]
     first = next(b for b, n in enumerate(listed) if n > 0)
     assert starts[0] == (first, 0, 0) and starts == sorted(starts)
     cuts = [start for start in starts if start[2] > 0]
-    assert len(cuts) == len(set(cuts))  # two ranges may begin with one row tile: the first of them is empty
+    assert len(cuts) == len(set(cuts))  # only empty ranges may share a start
     begin, begins, tiles = 0, {}, {}
     for b, n in enumerate(listed):
         heads = 2 if n * 2 <= few_rows else 1
@@ -56,7 +56,7 @@ def check_balance(starts: list[tuple[int, int, int]], queries: list[int], keys: 
             begins[b, row] = begin, heads
             tiles[b, row] = visible_tiles(n, keys[b], -1 if trees is None else trees[b], window, rows)
             begin += (len(tiles[b, row]) + PIECE_COST) * heads
-        begins[b, 2 // heads * len(m_tiles)] = begin, heads  # the end, that is the next sequence
+        begins[b, 2 // heads * len(m_tiles)] = begin, heads  # the next sequence
 
     def cost_before(start: tuple[int, int, int]) -> int:
         b, row, kv = start
@@ -78,7 +78,6 @@ def mixed(target: Target, *prefixes: int) -> dict:
 
 @pytest.fixture
 def case(target: Target) -> dict:
-    """Long, short and empty sequences; many ranges."""
     return mixed(target, *((900, 70, 1100, 2600) if target.backend == "simt" else (9000, 70, 5000, 13000)))
 
 
@@ -104,7 +103,7 @@ def test_ranges_cover_equal_costs(
 
 
 def plan_of_lengths(queries: list[int], keys: list[int], window: int = 0) -> torch.Tensor:
-    """For two KV heads with two query heads each."""
+    """Plans two KV heads of two query heads."""
     sizes = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 128, "page_size": 16, "max_seqlen_q": max(queries)}
     cu = torch.tensor([0, *np.cumsum(queries)], dtype=torch.int32)
     return attention_plan(torch.tensor(keys, dtype=torch.int32), cu, **sizes, window=window)
@@ -117,7 +116,7 @@ def test_a_million_keys(target: Target, monkeypatch: pytest.MonkeyPatch) -> None
     few_rows = FEW_ROWS[target.backend]
     for which, m_tile in [(ALL, 128)] if few_rows else [(ALL, 128), (SMALL, 32), (LARGE, 128)]:
         starts, sharers = ranges_of(plan, which), sharers_of(plan, which)
-        assert sharers == (8 if which == LARGE else 1)  # the 8 row tiles of 500 queries
+        assert sharers == (8 if which == LARGE else 1)  # 500 queries fill 8 row tiles
         assert len(starts) * sharers >= 128
         check_balance(starts, queries, keys, m_tile * sharers, few_rows=few_rows, which=which)
 
@@ -126,7 +125,7 @@ def test_a_million_keys(target: Target, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("window", [0, 100, 4096])
 @pytest.mark.parametrize(("queries", "keys"), [(8192, 8192), (2048, 10_000), (500, 500), (3000, 2000)])
 def test_prompts(target: Target, monkeypatch: pytest.MonkeyPatch, queries: int, keys: int, window: int) -> None:
-    """Of a prompt the first rows see few keys; some see none where there are more queries than keys."""
+    """First rows see few keys, or none if queries outnumber keys."""
     monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "132:227:8")
     starts = ranges_of(plan_of_lengths([queries], [keys], window))
     check_balance(starts, [queries], [keys], 128, window=window)
@@ -135,29 +134,28 @@ def test_prompts(target: Target, monkeypatch: pytest.MonkeyPatch, queries: int, 
 @pytest.mark.parametrize(
     ("queries", "keys", "sharers"),
     [
-        ([64] * 8, [8192] * 8, 1),  # 2 x 8 x 128 tiles are twice as many as 132 SMs hold
-        ([64] * 9, [8192] * 9, 1),  # one row tile a head
+        ([64] * 8, [8192] * 8, 1),  # 2 x 8 x 128 tiles: twice the capacity of 132 SMs
+        ([64] * 9, [8192] * 9, 1),  # one row tile per head
         ([100] * 9, [8192] * 9, 2),
         ([129] * 9, [8192] * 9, 3),
         ([512] * 9, [8192] * 9, 8),
         ([513] * 9, [8192] * 9, 3),  # 9 row tiles
-        ([700] * 9, [8192] * 9, 1),  # 11 row tiles: of 2 x 6 one has no rows
+        ([700] * 9, [8192] * 9, 1),  # 11 row tiles: one of 2 x 6 is empty
         ([1000] * 9, [8192] * 9, 8),
-        ([100] * 8 + [60], [8192] * 9, 1),  # one of two would have nothing to do
+        ([100] * 8 + [60], [8192] * 9, 1),  # one of two would idle
         ([100] * 40 + [60], [8192] * 41, 2),
-        ([2048] * 9, [2048] * 9, 1),  # eight neighbours see too different numbers of keys
+        ([2048] * 9, [2048] * 9, 1),  # neighbours see too unequal ranges
         ([2048], [130_000], 8),
     ],
 )
 def test_row_tiles_are_shared_where_keys_are_many(
     target: Target, monkeypatch: pytest.MonkeyPatch, queries: list[int], keys: list[int], sharers: int
 ) -> None:
-    """In row tiles of 128."""
     monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "132:227:8")
     plan = plan_of_lengths(queries, keys)
     if target.backend == "cpu":
         assert sharers_of(plan) == 1
-    elif target.backend == "simt":  # a GPU may have another number of SMs
+    elif target.backend == "simt":  # GPUs differ in SMs
         assert sharers_of(plan) == sharers
         starts = ranges_of(plan)
         ctas = 132 if target.variant == "wgmma" else 264
@@ -167,11 +165,11 @@ def test_row_tiles_are_shared_where_keys_are_many(
 
 @once_per_backend
 def test_plans_for_other_calls_give_right_results(target: Target) -> None:
-    """For other lengths, heads, tiles or windows, with starts alone, or with no range: only the balance suffers."""
+    """Plans for other lengths, heads, tiles, windows, or without ranges only unbalance work."""
     case = mixed(target, 300, 70, 500, 1100)
     plan = plan_of(case, 8)
     call = dict(case, max_seqlen_q=8)
-    dense = torch.zeros_like(plan).view(3, 1025, -1)  # 200 cuts in one sequence
+    dense = torch.zeros_like(plan).view(3, 1025, -1)  # 200 splits of one sequence
     dense[:, 0, 0] = 256
     dense[:, 1:257, 2] = torch.arange(256) // 2
     dense[2, 1:257, 0] = 2
@@ -187,17 +185,17 @@ def test_plans_for_other_calls_give_right_results(target: Target) -> None:
     plans += [plan, dense.view(-1), plan_of(case, 71)]
     for value in (0, -1, 2**31 - 1):
         plans.append(torch.zeros_like(plan))
-        plans[-1].view(3 * 1025, -1)[:, :14] = value  # the last words are 0 between calls
+        plans[-1].view(3 * 1025, -1)[:, :14] = value  # later words are 0 between calls
     for other in plans:
         check(dict(call, plan=other))
     for window in (1, 100, 700):
-        check(dict(call, plan=plan, window=window))  # the plan is for no window
+        check(dict(call, plan=plan, window=window))  # planned without a window
         check(dict(call, plan=plan_of(case, 8, window), window=window))
 
 
 @once_per_backend
 def test_hostile_plans_come_to_an_end(target: Target) -> None:
-    """What attention_plan has not written leaves no memory. Only the CPU is sure to give right results then."""
+    """Garbage plans stay in bounds; only the CPU then guarantees results."""
     case = mixed(target, 150, 70, 260, 560)
     plan = plan_of(case, 8)
     generator = torch.Generator().manual_seed(0)
@@ -206,10 +204,10 @@ def test_hostile_plans_come_to_an_end(target: Target) -> None:
         count = int(entries[0, 0])
         order = torch.randperm(count, generator=generator, device="cpu")
         entries[1 : 1 + count] = entries[1 : 1 + count][order]
-    shifted.view(3 * 1025, -1)[1:, 2] += 1  # pieces of every size, row tiles cut anywhere
+    shifted.view(3 * 1025, -1)[1:, 2] += 1  # splits anywhere
     garbage = torch.randint(-(2**31), 2**31, plan.shape, generator=generator, device="cpu").int().to(plan.device)
     plans = [shuffled, shifted, garbage]
-    words = 3 if target.backend == "cpu" else 16  # that are read
+    words = 3 if target.backend == "cpu" else 16  # number of words read
     for word, value in product(range(words), (-(2**31), -1, 1, 5, 2**31 - 1)):
         plans.append(plan.clone())
         plans[-1].view(3 * 1025, -1)[:, word] = value
@@ -221,7 +219,7 @@ def test_hostile_plans_come_to_an_end(target: Target) -> None:
 
 
 def check_sharing(target: Target, case: dict, plan: torch.Tensor) -> None:
-    """However many CTAs share its ranges, the plan gives the same; most of these plans are not for this call."""
+    """Checks that results ignore the number of CTAs per range; most plans are for other calls."""
     alone = plan.clone()
     alone.view(3, 1025, -1)[:, 0, 1] = 1
     expected = tree_attention(**case, plan=alone, return_lse=True)
@@ -236,7 +234,7 @@ def check_sharing(target: Target, case: dict, plan: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_shared_row_tiles(target: Target, monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
-    """Three CTAs share row tiles of 3 x 128 rows, which are cut."""
+    """Three CTAs share split tiles of 3 x 128 rows."""
     if target.backend == "cpu":
         pytest.skip("on the CPU nobody shares")
     monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "7:227:8")
@@ -245,14 +243,14 @@ def test_shared_row_tiles(target: Target, monkeypatch: pytest.MonkeyPatch, causa
     case = target.case([700, 900], kinds, heads=(4, 2), head_dim=64, causal_queries=nodes).build()
     case["max_seqlen_q"] = nodes
     plan = plan_of(case, nodes)
-    if target.backend == "simt":  # causal queries see too different numbers of keys
+    if target.backend == "simt":  # causal queries see too unequal ranges
         assert sharers_of(plan) == (1 if causal else 3)
     assert any(kv > 0 for _, _, kv in ranges_of(plan))
     check_sharing(target, case, plan)
 
 
 def test_shared_wide_row_tiles(target: Target) -> None:
-    """144 rows, in tiles of 32, or of 64 with wgmma: the last CTAs of some plans have no row."""
+    """144 rows in tiles of 32, by wgmma 64, leave some last CTAs empty."""
     if target.backend == "cpu":
         pytest.skip("on the CPU nobody shares")
     tree = random_tree(np.random.default_rng(3), 9)
@@ -261,7 +259,7 @@ def test_shared_wide_row_tiles(target: Target) -> None:
     check_sharing(target, case, plan_of(case, 9))
 
 
-# Prefixes and kinds of sequences with at most two row tiles, how many of these are cut, by how many CTAs, the hint.
+# Prefixes; kinds of at most two row tiles; splits; sharers; the hint.
 MANY_PIECES = {
     "20": ([1200, 70, 300], [DraftTree.chain(4), "causal", "causal"], 2, 1, 4, {}),
     "20 of 64 rows": ([1200, 70, 300], [DraftTree.chain(4), "causal", "causal"], 2, 1, 32, {}),
@@ -275,7 +273,7 @@ MANY_PIECES = {
 
 @pytest.mark.parametrize("name", MANY_PIECES)
 def test_many_pieces(target: Target, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """A cut before every KV tile: pieces are joined in up to three steps, and each call leaves the plan as it was."""
+    """A split before every KV tile: up to three steps combine partial results; calls restore the plan."""
     if target.backend != "simt":
         pytest.skip("simt only: elsewhere the number of ranges is not ours to choose")
     monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "100:227:8")
@@ -304,7 +302,7 @@ def test_many_pieces(target: Target, monkeypatch: pytest.MonkeyPatch, name: str)
 @once_per_backend
 @pytest.mark.parametrize(("kilobytes", "m_tile"), [(99, 16), (163, 32), (227, 32)])
 def test_wide_tiles(target: Target, kilobytes: int, m_tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans and calls choose the same tile for the device's shared memory: as many row tiles of 144 rows."""
+    """Plans and calls choose one tile for the device's shared memory."""
     if target.backend != "simt" or (target.variant == "wgmma" and kilobytes < 227):
         pytest.skip("simt only: elsewhere the shared memory is not ours to choose; wgmma needs all of Hopper's")
     m_tile = 64 if target.variant == "wgmma" else m_tile
@@ -326,7 +324,7 @@ def test_empty_batches(target: Target) -> None:
 
 
 def test_bad_lengths(target: Target) -> None:
-    """Lengths and offsets that make no sense still give a plan."""
+    """Nonsensical lengths still yield a plan."""
     lens = torch.tensor([2**31 - 1, -5, 2**31 - 1], dtype=torch.int32)
     cu = torch.tensor([5, 2**31 - 1, -(2**31), 2**31 - 1], dtype=torch.int32)
     plan = attention_plan(lens, cu, num_q_heads=128, num_kv_heads=64, head_dim=64, page_size=1, max_seqlen_q=0)

@@ -1,7 +1,7 @@
-"""simt itself: kernels with planted bugs, each of which must be found (tests/simt); how it runs and what it refuses.
+"""simt finds planted bugs in small kernels (tests/simt); its order of execution; refused settings.
 
-A plain run finds what shows in some order of execution, AddressSanitizer what lies outside a buffer, ThreadSanitizer
-every race whatever the order. `make test-simt` builds the programs with the sanitizers.
+Plain runs find bugs that show in some order, AddressSanitizer accesses out of bounds, ThreadSanitizer races in any
+order. `make test-simt` builds the sanitized programs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ORDERS = ["forward", "reverse", "random:7"]
 WRONG, IN_FLIGHT, RACE = "CAUGHT: wrong result", "exits with cp.async in flight", "ThreadSanitizer: data race"
 UNFENCED = "wgmma at hopper.cuh:.*no fence_proxy_async since the write to shared address"
 
-# Bug -> what a plain run says in at least one order; "": nothing, it takes ThreadSanitizer.
+# Bug -> message of a plain run in some order; "": ThreadSanitizer only.
 BUGS = {
     "no_wait": WRONG,
     "short_wait": IN_FLIGHT,
@@ -52,12 +52,12 @@ BUGS = {
     "buffer_back_early": WRONG,
     "unawaited_load": "exit with TMA loads in flight",
     "no_phase_flip": "deadlock: thread 128.. in mbarrier wait at hopper.cuh:",
-    "stage_back_early": UNFENCED,  # the refill comes after the fence
+    "stage_back_early": UNFENCED,  # the refill follows the fence
     "other_stride": WRONG,
     "no_proxy_fence": UNFENCED,
     "swapped_rows": WRONG,
 }
-# What a sanitizer must find by itself, in any order.
+# Found by a sanitizer in any order.
 RACES = (
     "no_barrier_before_read no_barrier_before_refill no_reduction_barrier merge_race no_cluster_barrier "
     "buffer_back_early stage_back_early"
@@ -71,7 +71,7 @@ PROGRAMS = [
 
 
 def say(program: str, bug: str, order: str) -> str:
-    """Returns what the program prints; "" where nothing was found."""
+    """Returns the output; "" for no finding."""
     if "simt" not in backends() or not (TREE / program).exists():
         pytest.skip(f"{program} was not built: make test CUDA=1, or make test-simt")
     done = subprocess.run([TREE / program, bug, order], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

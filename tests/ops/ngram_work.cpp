@@ -1,6 +1,5 @@
-// How much work the n-grams of a text take: the number of basic blocks that run, which the compiler counts where it is
-// given -fsanitize-coverage=trace-pc. The arguments are max_ngram and max_depth; the standard input is the text, which
-// is also the extra text.
+// Counts basic blocks of an n-gram search, by -fsanitize-coverage=trace-pc. Arguments: max_ngram, max_depth; standard
+// input: the text, also the extra text.
 #include <cstdio>
 #include <cstdlib>
 #include <vector>

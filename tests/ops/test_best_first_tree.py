@@ -1,4 +1,4 @@
-"""best_first_tree: the most probable nodes of all trees over levels of candidates."""
+"""best_first_tree selects the most probable nodes from levels of candidates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("on_device")
 
 
 def numbered(shape: tuple[int, ...]) -> Tensor:
-    """Tokens that tell which candidate they are."""
+    """Returns tokens that identify candidates."""
     return torch.arange(math.prod(shape)).reshape(shape) * 3 - 5
 
 
@@ -26,7 +26,7 @@ def paths(levels: int, width: int) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("num_nodes", [2, 4, 6])
 def test_no_other_tree_is_better(backend: str, num_nodes: int) -> None:
-    """Of all trees of that size, this one has the greatest sum of path probabilities: it accepts most on average."""
+    """The tree has the greatest sum of path probabilities of its size, and accepts most on average."""
     levels, width = 3, 2
     log_probs = (torch.randn(1, levels, width, generator=seeded(num_nodes)) * 1.5).log_softmax(-1)
     probability = {path: math.exp(sum(float(log_probs[0, d, r]) for d, r in enumerate(path))) for path in paths(3, 2)}
@@ -47,7 +47,7 @@ def test_no_other_tree_is_better(backend: str, num_nodes: int) -> None:
 
 
 def nodes_of(log_probs: list[list[float]], num_nodes: int) -> list[tuple[int, ...]]:
-    """The nodes of one sequence's tree, as ranks from the root on; levels may have different widths."""
+    """Returns a tree's nodes as ranks from the root on; levels may differ in width."""
     width = max(map(len, log_probs))
     values = torch.tensor([[level + [math.nan] * (width - len(level)) for level in log_probs]])
     ranks = torch.arange(values.shape[2]).expand(values.shape)
@@ -61,18 +61,18 @@ def nodes_of(log_probs: list[list[float]], num_nodes: int) -> list[tuple[int, ..
 
 def test_order_and_ties(backend: str) -> None:
     assert nodes_of([[-1.0, -0.5], [-0.25, -2.0]], 5) == [(), (1,), (1, 0), (0,), (0, 0)]
-    # Of equal ones the shallower comes first, then the lower ranks from the root on.
+    # Ties: shallower nodes, then lower ranks from the root on.
     assert nodes_of([[-1.0, -1.0], [0.0, 0.0]], 7) == [(), (0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)]
     assert nodes_of([[0.0], [0.0], [0.0]], 4) == [(), (0,), (0, 0), (0, 0, 0)]
-    # Both are -2 at depth 2: the path of the lower first rank leads, though its parent came later.
+    # Both are -2 at depth 2: the lower first rank leads, though its parent came later.
     assert nodes_of([[-1.5, -1.0], [-0.5, -1.0]], 6) == [(), (1,), (0,), (1, 0), (0, 0), (1, 1)]
-    assert nodes_of([[3.0, math.inf, -0.1]], 4) == [(), (0,), (1,), (2,)]  # above 0 counts as 0
+    assert nodes_of([[3.0, math.inf, -0.1]], 4) == [(), (0,), (1,), (2,)]  # clamped to 0
 
 
 def test_sums_that_round_to_the_same_number_are_ties(backend: str) -> None:
-    """-1e-8 is less than 0, but not after -100: then the lower rank comes first, not the better candidate."""
+    """-1e-8 is lost after -100: the lower rank leads, not the better candidate."""
     assert nodes_of([[-100.0], [-2e-8, -1e-8, -3e-8]], 5) == [(), (0,), (0, 0), (0, 1), (0, 2)]
     assert nodes_of([[-1e-9], [-2e-8, -1e-8, -3e-8]], 5) == [(), (0,), (0, 1), (0, 0), (0, 2)]
-    # The tie is of children of different parents.
+    # Children of different parents tie.
     level = [-(2.0**-26), -(2.0**-27)]
     assert nodes_of([level, [-1.0, -50.0]], 5) == [(), (1,), (0,), (0, 0), (1, 0)]

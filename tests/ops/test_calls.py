@@ -1,4 +1,4 @@
-"""What holds for a valid call of every public function and op: in compiled code, without values, with gradients."""
+"""Every public function and op: compiled, on fake tensors, under autograd, with wrong types."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRACEABLE = [name for name in NAMES if not calls.make(name).is_for_host]
 
 @pytest.fixture(autouse=True)
 def group() -> Iterator[None]:
-    """Leaves no process group behind: other tests make their own."""
+    """Destroys the process group: other tests make theirs."""
     yield
     if dist.is_initialized():
         calls.ops.one_rank.cache_clear()
@@ -46,9 +46,9 @@ def test_every_op_has_a_call() -> None:
 @slow_on_simt
 @pytest.mark.parametrize("op", op_names())
 def test_opcheck(backend: str, device: torch.device, op: str) -> None:
-    """The op writes what its schema says, and its fake implementation makes the same shapes, symbolic ones too."""
+    """Ops mutate as their schemas say, and fake implementations infer shapes, also symbolic ones."""
     samples = [call for call in raw_calls(device) if call.name == op]
-    for call in samples[-1:] if op.endswith("_shards") else samples:  # the last round of ranks has all arguments
+    for call in samples[-1:] if op.endswith("_shards") else samples:  # the last has all arguments
         has_fp8 = any(t.dtype == torch.float8_e4m3fn for t in tensors_of(call.arguments))
         tests = ("test_faketensor", "test_aot_dispatch_dynamic") if has_fp8 else torch.library._OPCHECK_DEFAULT_UTILS
         torch.library.opcheck(call.function, (), call.arguments, test_utils=tests)
@@ -58,9 +58,9 @@ def test_opcheck(backend: str, device: torch.device, op: str) -> None:
 @pytest.mark.parametrize("name", TRACEABLE)
 def test_compiled(backend: str, device: torch.device, name: str) -> None:
     call = call_on(device, name)
-    torch.compiler.reset()  # compiled code is kept for the code of a function, and not for as many calls as there are
+    torch.compiler.reset()  # one function's cache is smaller than the number of calls
     compiled = torch.compile(call.function, fullgraph=True)
-    with torch._inductor.config.patch(fallback_by_default=True):  # the C++ of torch's own ops takes minutes
+    with torch._inductor.config.patch(fallback_by_default=True):  # torch's ops compile for minutes
         results = call.results(compiled)
     for found, expected in zip(results, call.results(), strict=True):
         assert found.dtype == expected.dtype and torch.equal(found, expected)
@@ -86,7 +86,7 @@ def test_under_another_default_dtype(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", TRACEABLE)
 def test_gradients(backend: str, device: torch.device, name: str) -> None:
-    """Under grad mode a call works forward and refuses backward; outputs of integers stand in no graph."""
+    """Forward works, backward is refused, integer outputs require no grad."""
     call = call_on(device, name)
     arguments = in_graph(call, call.written)
     has_floats = any(t.requires_grad for t in tensors_of(arguments))
@@ -103,7 +103,7 @@ def test_gradients(backend: str, device: torch.device, name: str) -> None:
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize("name", [name for name in TRACEABLE if calls.make(name).written])
 def test_versions(backend: str, device: torch.device, name: str, mode: Callable[[], Any]) -> None:
-    """The version counter goes up of what a call writes, and of nothing else."""
+    """Exactly the written tensors get a new version."""
     call = call_on(device, name).on_memory(Tensor.clone)
     ids = {id(t) for key in call.written for t in tensors_of(call.arguments[key])}
     tensors = [*tensors_of(call.arguments)]
@@ -115,7 +115,7 @@ def test_versions(backend: str, device: torch.device, name: str, mode: Callable[
 
 
 def in_graph(call: Call, written: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Copies of the arguments that require grad, with those of `written` as in-place ops take them: no leaves."""
+    """Copies arguments with requires_grad; `written` ones are no leaves, as in-place ops require."""
 
     def leaf(t: Tensor) -> Tensor:
         return t.requires_grad_() if t.is_floating_point() else t
@@ -130,7 +130,7 @@ def in_graph(call: Call, written: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 def test_ops_of_integers(device: torch.device) -> None:
-    """What needs no refusal: neither the results of these ops nor what they write can require grad."""
+    """These ops neither return nor write floats, so need not refuse gradients."""
     of_floats = set()
     for call in raw_calls(device):
         result = call()
@@ -144,7 +144,7 @@ def test_ops_of_integers(device: torch.device) -> None:
 
 @pytest.mark.parametrize("name", [name for name in TRACEABLE if not calls.make(name).receiver])
 def test_mixed_devices(name: str) -> None:
-    """Without values in one tensor the call would go to the fake implementation, which answers with no values."""
+    """One meta tensor is refused; else the fake implementation would run."""
     call = calls.make(name)
     count = len([*tensors_of(call.arguments)])
     for key, value in call.arguments.items():
@@ -155,27 +155,27 @@ def test_mixed_devices(name: str) -> None:
 
 
 def nearly(value: Any) -> list[Any]:
-    """Values of other types, among them those that hold a right one."""
+    """Returns values of other types, also a right one's containers."""
     if isinstance(value, Tensor):
         return [object(), [value], value.tolist(), 2, 2.0]
     if isinstance(value, list) and isinstance(value[0], Tensor):
-        return [object(), value[0]]  # whose parts would pass for tensors
+        return [object(), value[0]]  # iterable of valid tensors
     return [object(), float(value)] if isinstance(value, int) else [object()]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_wrong_types(name: str) -> None:
-    """The refusal names the argument, whether Python or the op itself meets it first."""
+    """The error names the argument, from Python or from the op."""
     call = calls.make(name)
     for key, value in call.arguments.items():
-        if isinstance(value, bool) or key == call.receiver:  # read as true or false
+        if isinstance(value, bool) or key == call.receiver:  # all have truth values
             continue
         for wrong in nearly(value):
             with pytest.raises(TypeError, match=rf"\b{key}\b"):
                 call.function(**{**call.arguments, key: wrong})
         try:
             call.function(**{**call.arguments, key: None})
-        except ValueError:  # another argument needs this one
+        except ValueError:  # required by another argument
             continue
         except TypeError as error:
             assert re.search(rf"\b{key}\b", str(error)), (key, error)

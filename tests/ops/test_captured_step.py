@@ -1,7 +1,4 @@
-"""One decode step, drafting to commit, in fixed buffers: captured in a CUDA graph where there is a GPU, and replayed.
-
-Elsewhere the step is called again and again, which shows that nothing in it depends on the host.
-"""
+"""A decode step in fixed buffers, independent of the host: replayed as a CUDA graph or, without a GPU, called again."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from pagedtree.check.cases.capture import KINDS, STEPS, Engine, captured
 @slow_on_simt
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_replays_equal_eager_steps(backend, device, kind):
-    """Other prompts, lengths, trees, seeds and temperatures go through one captured step."""
+    """One captured step serves other prompts, lengths, trees, seeds, temperatures."""
     seeds = (1, 2)
     engine = Engine(device, seeds[0], *kind)
     replay = captured(engine, device)

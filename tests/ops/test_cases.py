@@ -1,7 +1,4 @@
-"""Every row of `python -m pagedtree check`, on the backends of this machine and with each instruction set of its CPU.
-
-On a GPU the command itself runs them. What a row is compared with: `pagedtree/check/runner.py`.
-"""
+"""Every row of `python -m pagedtree check` on each CPU ISA and simt; on a GPU the command itself runs."""
 
 from __future__ import annotations
 
@@ -30,10 +27,10 @@ def names(backend: str) -> list[str]:
 @pytest.mark.parametrize("name", names("cpu"))
 def test_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
-    case = replace(case, loops=case.loops and cache(case.loops))  # once for all instruction sets
+    case = replace(case, loops=case.loops and cache(case.loops))  # shared by the instruction sets
     for isa in _C.available_isas():
         is_compared_with = isa == "portable" and case.loops is None
-        if is_compared_with or (isa.startswith("amx") and "attention" not in case.group):  # which AMX is for
+        if is_compared_with or (isa.startswith("amx") and "attention" not in case.group):  # AMX's only use
             continue
         monkeypatch.setenv("PAGEDTREE_CPU_ISA", isa)
         row = run_row(case, CPU)
@@ -41,7 +38,7 @@ def test_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_core_suite(name: str) -> bool:
-    """Long on simt: of two cases that differ in the dtype, which the same code reads, one or the other, by turns."""
+    """Selects one of two cases that differ only in the dtype: simt is slow."""
     other = re.sub("bf16|fp16", lambda dtype: "fp16" if dtype[0] == "bf16" else "bf16", name)
     twins = sorted({name, other} & {*CASES})
     is_chosen = name == twins[zlib.crc32(twins[0].encode()) % len(twins)]
@@ -59,7 +56,7 @@ def test_simt(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 LONG = [name for name in names("simt") if re.search(r"V \d{5}", name)]
-# In the core suite each rule once, and one of the rows that the same code reads.
+# Duplicates: a rule's second row, or a row that the same code reads.
 TWINS = r"(rejection/(iid|onehot)|block/iid|traversal/swor)/hostile|/plain|medusa_propose/(chain|root|paths)|/fp16"
 
 
@@ -68,7 +65,7 @@ TWINS = r"(rejection/(iid|onehot)|block/iid|traversal/swor)/hostile|/plain|medus
     "name", [pytest.param(name, marks=pytest.mark.slow if re.search(TWINS, name) else []) for name in LONG]
 )
 def test_clusters(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to 16 CTAs that read a long row together find what one CTA finds; the last one has fewer tokens."""
+    """Clusters of up to 16 CTAs equal one CTA; the last one has fewer tokens."""
     monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "192:227:16")
     monkeypatch.setenv("PAGEDTREE_SIMT_ORDER", "reverse")
     row = run_row(CASES[name], SIMT)
@@ -77,7 +74,7 @@ def test_clusters(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("group", sorted({case.group for case in CASES.values()}))
 def test_threads(group: str) -> None:
-    """The bits of a result do not depend on the number of threads."""
+    """Results have the same bits for any number of threads."""
     threads = torch.get_num_threads()
     try:
         for name in names("cpu"):

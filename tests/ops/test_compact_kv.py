@@ -1,4 +1,4 @@
-"""compact_kv against plain loops, every byte of the storage compared."""
+"""compact_kv equals plain loops in every byte of the storage."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def compact(request: pytest.FixtureRequest) -> Compact:
 
 @pytest.mark.parametrize("sms", [132, 1])
 def test_compact_kv_many_tensors(compact, backend, device, monkeypatch: pytest.MonkeyPatch, sms: int) -> None:
-    """On a small GPU a CTA moves the rows of many, whose sizes differ."""
+    """On a small GPU a CTA moves rows of several caches, unequal in size."""
     monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", f"{sms}:227:8")
     rows = [(2, 3), (7,), (2, 160)]
     caches = [payload((4, 4, *rows[i % 3]), torch.int32, i, device) for i in range(300)]
@@ -46,7 +46,7 @@ def test_a_path_is_moved_once(compact, value_checks, device) -> None:
 
 
 def test_prepared_caches_get_a_new_version(device) -> None:
-    """As with the op; only those made under inference mode have none."""
+    """Versions rise as by the op; inference tensors have none."""
     arguments = compact_arguments(device)
     caches = arguments.pop("caches")
     with torch.inference_mode():
@@ -59,7 +59,7 @@ def test_prepared_caches_get_a_new_version(device) -> None:
 
 
 def test_prepared_caches_under_grad_mode_and_compiled(device) -> None:
-    """Where nothing can be prepared, each call checks the caches."""
+    """Caches that cannot be prepared are checked by each call."""
     arguments = compact_arguments(device)
     caches = arguments.pop("caches")
     needs_grad = caches[0].clone().requires_grad_()
@@ -77,7 +77,7 @@ def test_prepared_caches_under_grad_mode_and_compiled(device) -> None:
 
 
 def test_prepared_caches_follow_their_tensors(device) -> None:
-    """Whatever becomes of the caches, they are written as by the op, and nothing else is."""
+    """A prepared call writes exactly as the op, whatever happened to the storage."""
     arguments = compact_arguments(device)
     caches = [cache.clone() for cache in arguments.pop("caches")]
     compact = PreparedCompaction(caches)
@@ -93,7 +93,7 @@ def test_prepared_caches_follow_their_tensors(device) -> None:
         cache.untyped_storage().resize_(0)
     with torch.inference_mode(), pytest.raises(ValueError, match=r"`caches\[0\]` must be a tensor with memory"):
         compact(**arguments)
-    blocks = [torch.zeros_like(cache) for cache in data * 4]  # somebody else gets the memory
+    blocks = [torch.zeros_like(cache) for cache in data * 4]  # reuse the freed memory
     for cache, old in zip(caches, data, strict=True):
         cache.untyped_storage().resize_(size)
         cache.copy_(old)

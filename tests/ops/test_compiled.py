@@ -1,4 +1,4 @@
-"""Every op, and whole steps, in torch's own compilers: inductor with dynamic shapes, torch.export, AOTInductor."""
+"""Every op and whole steps under inductor (dynamic shapes), torch.export and AOTInductor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def nothing_compiled() -> Iterator[None]:
 
 @pytest.mark.parametrize("op", op_names())
 def test_written_arguments(op: str) -> None:
-    """Inductor of torch 2.13 fails on a call of an op of one result that is given nothing to write to."""
+    """Inductor of torch 2.13 fails on ops with one result and only None to write to."""
     schema = _overload(op)._schema
     written = [str(argument.type) for argument in schema.arguments if argument.is_write]
     assert len(schema.returns) > 1 or not written or any("Optional" not in kind for kind in written)
@@ -39,14 +39,14 @@ def test_written_arguments(op: str) -> None:
 
 @pytest.mark.slow
 def test_compaction_of_nothing() -> None:
-    """The one op that writes to a list, which may be empty."""
+    """Inductor accepts an empty written list."""
     given = (int32([[1, 3, 0], [4, 2, -1]]), int32([4, 3]), int32([[0, 2, 4], [0, 2, -1]]), int32([2, 1]))
     assert torch.equal(torch.compile(compact_kv, fullgraph=True)([], *given), compact_kv([], *given))
 
 
 @pytest.mark.parametrize("made", [list, torch.clone])
 def test_caches_of_one_tensor(made: Callable[[Tensor], Any]) -> None:
-    """Views that are made outside or inside of compiled code have dynamic offsets, which torch 2.13 loses."""
+    """torch 2.13 loses dynamic offsets of views made inside or outside compiled code."""
     rows, slots = torch.randn(2, 3, 2, 16), torch.tensor([0, 7, -1])
     expected = torch.randn(2, 6, 4, 2, 16)
     caches = made(expected.clone())
@@ -72,7 +72,7 @@ def test_dynamic_shapes(name: str) -> None:
 
 
 class OfTensors(nn.Module):
-    """Calls as a module that takes their tensors one by one."""
+    """Wraps calls as a module with their tensors as inputs."""
 
     def __init__(self, *made: Call) -> None:
         super().__init__()
@@ -104,8 +104,8 @@ def test_export(name: str, dynamic: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, len(NAMES), 12))
 def test_aot_inductor(first: int, tmp_path: Path) -> None:
-    """Of several calls at once, as a package takes a minute. Each tensor has its own memory: with dynamic shapes torch
-    2.13 loses the offset of an input within its memory."""
+    """Packages several calls, since one takes a minute; each tensor owns its memory, as torch 2.13 loses an input's
+    offset under dynamic shapes."""
     module = OfTensors(*(calls.make(name).mapped(Tensor.clone) for name in NAMES[first : first + 12]))
     package = torch._inductor.aoti_compile_and_package(
         module.exported(dynamic=True), package_path=str(tmp_path / "ops.pt2")
@@ -116,7 +116,7 @@ def test_aot_inductor(first: int, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_the_readmes_step(dynamic: bool) -> None:
-    """Its trees and tensors are made outside of compiled code."""
+    """Trees and tensors are made outside compiled code."""
     lines = python_blocks(ROOT / "README.md")[0].splitlines()
     outside = [line for line in lines if re.search(r"^import|torch\.|TreeBatch", line)]
     step = "\n ".join(line for line in lines if line not in outside)
@@ -137,8 +137,8 @@ def test_the_integration_pages_pass() -> None:
     params, texts = names["pt"].SamplingParams(temperature=0.0), []
     for compiled in (False, True):
         server = names["Server"](names["model"], num_pages=16, params=params)
-        server.decode()  # makes the caches
-        server.captured = True  # shapes that do not change
+        server.decode()  # allocates the caches
+        server.captured = True  # fixed shapes
         if compiled:
             server.run = torch.compile(server.decode, fullgraph=True)
         texts.append([request.tokens for request in names["serve"](server)])

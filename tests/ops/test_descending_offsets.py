@@ -1,4 +1,4 @@
-"""Offsets that descend are read as ascending ones, the same on every backend: no row belongs to two sequences."""
+"""Descending offsets read as ascending on every backend: no row belongs to two sequences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pagedtree as pt
 
 FAR = 2**31 - 1
 OFFSETS = ("cu_nodes", "cu_seqlens_q", "cu_seqlens")
-# Not of ranks, whose words come from the round before, nor a plan, whose numbers are a backend's own.
+# Without ranks' ops, whose words come from the round before, and backend-specific plans.
 CALLS = [
     (i, name)
     for i, call in enumerate(raw_calls())
@@ -23,7 +23,7 @@ CALLS = [
 
 
 def sequence_of(row: int, offsets: list[int]) -> int:
-    """The sequence that a row belongs to by a binary search, one bit of the answer after the other; -1 if none."""
+    """Returns a row's sequence by binary search, bit by bit; -1 for none."""
     found, batch = 0, len(offsets) - 1
     for bit in (8, 4, 2, 1):
         if found + bit <= batch and offsets[found + bit] <= row:
@@ -32,7 +32,7 @@ def sequence_of(row: int, offsets: list[int]) -> int:
 
 
 def ascending(offsets: list[int]) -> list[int]:
-    """Returns what such offsets stand for."""
+    """Returns the offsets that ops read instead."""
     bounds = sorted({0, *(max(offset, 0) for offset in offsets)})
     return [next(row for row in bounds if sequence_of(row, offsets) >= b) for b in range(len(offsets))]
 
@@ -48,7 +48,7 @@ def random_offsets(rng: random.Random, offsets: list[int]) -> list[int]:
 def test_they_are_read_as_ascending(
     backend: str, device: torch.device, index: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PAGEDTREE_SIMT_ORDER", "reverse")  # what two CTAs write would be another one's
+    monkeypatch.setenv("PAGEDTREE_SIMT_ORDER", "reverse")  # changes a row that two CTAs write
     call, rng, descending = raw_calls(device)[index], random.Random(0), 0
     good = call.arguments[name].tolist()
     assert ascending(good) == good
@@ -62,14 +62,13 @@ def test_they_are_read_as_ascending(
         original = int32(offsets, device)
         for key, found in results[0].items():
             expected = results[1][key]
-            # Some ops return the offsets as they are, or each of them clamped to the rows.
+            # Some ops return the offsets, or clamp them to the rows.
             is_own = found.shape == original.shape and found.equal(original.clamp(*found.aminmax()))
             assert is_own or torch.allclose(found, expected, 0, 0, equal_nan=True), (call.name, offsets, key)
     assert descending > 5
 
 
 def test_the_first_and_last_rows_of_no_sequence() -> None:
-    """Offsets that begin above 0, and one that no row reaches."""
     trees = pt.build_trees(int32([-1] * 8), int32([3, 1, 6, 4]), max_nodes=4, max_depth=2)
     assert trees.depths.tolist() == [-1, 0, *[-1] * 6]  # rows 1 to 5 are one tree
     assert ascending([3, 1, 6, 4]) == [1, 1, 6, 6]

@@ -1,4 +1,4 @@
-"""Verification of vocabularies in parts, by processes: what they exchange, where they disagree; check has the rest."""
+"""Sharded verification by processes: traffic, disagreement, loss; check has the rest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PARAMS = {
 
 
 def three_tokens(group: object, rule: str, law: str) -> tuple[float, list[list[int]]]:
-    """Steps of `expand_tree` and the rule: how far the first three tokens are off the target, and some of them."""
+    """Returns the first three tokens' distance from the target, and some of them."""
     shards = shards_of(group, [0.34, 0.34], lossless_case.VOCAB)
     tokens, _ = lossless_case.first_tokens(rule, law, [3, 1], "flat", 20_000, torch.device("cpu"), shards=shards)
     return lossless_case.off_the_target(tokens, "flat"), tokens[:100].tolist()
@@ -39,7 +39,7 @@ def test_tokens_follow_the_target(ranks, rule, law):
     assert first[0] < lossless_case.LIMIT
 
 
-# ---- what is exchanged
+# ---- traffic
 
 
 def count_traffic(group: object, vocab: int, copies: int) -> dict[str, tuple[int, int, int]]:
@@ -72,7 +72,7 @@ def count_traffic(group: object, vocab: int, copies: int) -> dict[str, tuple[int
 def test_words_do_not_grow_with_the_vocabulary(ranks):
     small, large = (ranks.run(count_traffic, 4, vocab, 1)[0] for vocab in (1000, 4000))
     twice = ranks.run(count_traffic, 4, 1000, 2)[0]
-    agreed = 48  # words that compare arguments
+    agreed = 48  # words of compared arguments
     for name in ("greedy", "sampled", "filtered", "onehot"):
         assert small[name] == large[name]
         assert twice[name][0] == small[name][0]
@@ -140,7 +140,7 @@ def test_ranks_that_disagree_are_told_apart(ranks, what, named):
 
 
 def die(group: object, at_once: bool) -> float:
-    """Rank 1 is gone, or does not answer; returns how long the others waited."""
+    """Rank 1 exits or stays silent; returns the others' waiting time."""
     rank = torch.distributed.get_rank(group)
     vocab = 1003
     case = make_case(vocab, torch.float32, 0)
@@ -148,7 +148,7 @@ def die(group: object, at_once: bool) -> float:
     if rank == 1:
         if at_once:
             os._exit(1)
-        time.sleep(4)  # the others are told after 2.5
+        time.sleep(4)  # the others time out after 2.5
         return 0.0
     begin = time.perf_counter()
     with pytest.raises(GroupError, match=r"verify_sampled.* rank [02] of 3 got no answer"):

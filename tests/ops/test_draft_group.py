@@ -1,4 +1,4 @@
-"""DraftGroup: some ranks draft, all get the proposals."""
+"""DraftGroup sends some ranks' proposals to all."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_all_ranks_get_the_proposal(ranks, size, with_probs):
 
 
 def work_meanwhile(group: dist.ProcessGroup) -> int:
-    """Drafting ends only after the target has done something of its own."""
+    """Drafting ends only after the target's work."""
     go = threading.Event()
     drafts = DraftGroup(lambda _: ToyDrafter(False, go), 1, shards=VocabShards(5, group=group))
     tokens, lengths = torch.zeros(1, 2, dtype=torch.int64), torch.tensor([1], dtype=torch.int32)
@@ -123,7 +123,7 @@ def with_probs_of(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[Draft
     return lambda draft: draft._replace(draft_probs=torch.ones(shape, dtype=dtype))
 
 
-# A change to the first rank's proposal: 6 nodes, two trees.
+# Changes of a proposal of 6 nodes in two trees.
 MALFORMED: dict[str, tuple[Callable[[Draft], Any], str]] = {
     "nothing": (lambda draft: None, "draft_probs or None, got NoneType"),
     "no trees": (lambda draft: (draft.draft_tokens, 3), r"a Tensor and a TreeBatch, got (Tensor, int)"),
@@ -153,7 +153,7 @@ class Malformed(ToyDrafter):
 
 
 def malformed(group: dist.ProcessGroup, size: int, wrong_rank: int) -> list[Exception]:
-    """Returns what each of a rank's malformed proposals raises; the group goes on after it."""
+    """Returns a rank's error for each malformed proposal; the group continues."""
     rank = dist.get_rank(group)
     shards = VocabShards([4, 6, 0][rank], group=group)
     errors: list[Any] = []
@@ -186,7 +186,7 @@ class Choosy(ToyDrafter):
 
 
 def begun(group: dist.ProcessGroup) -> None:
-    """A refusal is over with the call of `generate` that it was for."""
+    """A refusal ends with its call of `generate`."""
     drafts = DraftGroup(lambda _: Choosy(False), 1, shards=VocabShards(5, group=group))
     arguments = torch.zeros(1, 2, dtype=torch.int64), torch.tensor([1], dtype=torch.int32)
     drafts.begin(16, "sampled")
@@ -217,7 +217,7 @@ UNMADE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 
 
 def unmade(group: dist.ProcessGroup, size: int, bad_ranks: list[int], how: str) -> Exception | None:
-    """Returns what a rank raises where `make` fails on some; the group goes on after it."""
+    """Returns a rank's error if `make` fails on some; the group continues."""
     rank = dist.get_rank(group)
     shards = VocabShards(5, group=group)
 

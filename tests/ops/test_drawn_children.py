@@ -1,4 +1,4 @@
-"""expand_tree under the laws "iid", "swor" and "coupled": draws, their distributions, the shape of the tree."""
+"""expand_tree's random laws: draws, distributions, the tree's shape."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ pytestmark = pytest.mark.usefixtures("on_device")
 
 
 def draw(logits: Tensor, num_children: int, law: str, seeds: Tensor, positions: Tensor, **params) -> DraftState:
-    """Children of roots whose rows are `logits`."""
     state = start_draft(torch.zeros(logits.shape[0], dtype=torch.int64), max_kv_nodes=1)
     sampling = SamplingParams(**params)
     return expand_tree(
@@ -43,7 +42,7 @@ def draw(logits: Tensor, num_children: int, law: str, seeds: Tensor, positions: 
     "params", [{}, pytest.param({"temperature": 0.5}, marks=pytest.mark.slow), {"top_k": 3}], ids=str
 )
 def test_joint_distribution_of_two_draws(backend: str, draws: Callable[[int], int], params: dict) -> None:
-    """Ordered pairs against exact enumeration; the target's own noise at the same place is independent of them."""
+    """Ordered pairs match enumeration, independent of the target's noise at that position."""
     count = draws(60_000)
     row = torch.tensor([0.3, -1.0, 1.2, 0.0, -0.4])
     logits = row.expand(count, -1).contiguous()
@@ -67,7 +66,7 @@ def test_joint_distribution_of_two_draws(backend: str, draws: Callable[[int], in
 
 @pytest.mark.parametrize("law", ["iid", "swor", "coupled"])
 def test_draws_of_cousins(backend: str, law: str) -> None:
-    """Nodes of one level draw independently, except that they share the noise of the target."""
+    """Nodes of one level draw independently, unless coupled: then they share the target's noise."""
     count, vocab = 200, 9
     seeds, positions = torch.arange(count), torch.full((count,), 5)
     sampled = {"law": law, "params": SamplingParams(), "seeds": seeds, "positions": positions}
@@ -99,13 +98,13 @@ def test_coupled_drafts_are_accepted_more_often(backend: str, draws: Callable[[i
     assert accepted["coupled"] > max(accepted["topk"], accepted["swor"], accepted["iid"]) + 0.1
 
 
-# Drawn here, verified there ------------------------------------------------------------------------------------------
+# Drafting and verification --------------------------------------------------------------------------------------------
 
 
 @slow_on_simt
 @pytest.mark.parametrize(
     ("law", "rule"),
-    [  # in the core suite each rule once
+    [  # the core suite has each rule once
         pytest.param(law, rule, marks=[] if (i + j) % 2 == 0 else pytest.mark.slow)
         for i, law in enumerate(("iid", "swor"))
         for j, rule in enumerate((verify_rejection, verify_traversal, verify_block))
@@ -115,10 +114,10 @@ def test_coupled_drafts_are_accepted_more_often(backend: str, draws: Callable[[i
 def test_drawn_drafts_are_independent_of_their_verification(
     backend: str, draws: Callable[[int], int], law: str, rule: Callable
 ) -> None:
-    """One seed serves drawing and verifying: what comes out still follows the target."""
+    """Sharing one seed keeps the output on the target's distribution."""
     count, vocab, children = draws(40_000), 4, 1 if rule is verify_block else 2
     generator = seeded(6)
-    # The last row is for the root.
+    # The root has the last row.
     target, drafter = (torch.randn(vocab + 1, vocab, generator=generator) for _ in range(2))
     seeds, positions, sampling = torch.arange(count) * 3 + 1, torch.arange(count) % 5, SamplingParams()
     sampled = {"law": law, "params": sampling, "seeds": seeds, "positions": positions}

@@ -1,4 +1,4 @@
-"""Growing draft trees beyond the rows of check: long rows and many nodes."""
+"""expand_tree on longer rows and more nodes than check's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_log_softmax_accuracy(backend: str) -> None:
 
 
 def test_more_than_a_word_of_kv_nodes(backend: str) -> None:
-    """A node sees its parent's nodes and itself, across mask words, bit 31 included."""
+    """A node sees its parent's nodes and itself in every word, bit 31 included."""
     state, masks = start_draft(torch.tensor([1, 2]), max_kv_nodes=1024), torch.zeros(2, 101, 32, dtype=torch.int32)
     for num_children, num_frontier in [(40, 30), (4, 33), (4, 36), (2, 0)]:
         nodes = torch.arange(state.num_kv - state.num_frontier, state.num_kv).expand(2, -1)

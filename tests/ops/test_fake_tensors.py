@@ -1,4 +1,4 @@
-"""Tensors without values: shapes and dtypes come out, and nothing of them is kept for later calls."""
+"""Fake tensors yield shapes and dtypes, and leave no cached state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEADS = torch.randn(2, 2, 9, generator=torch.Generator().manual_seed(0))
 
 
 def draw(heads: Tensor) -> Tensor:
-    # A temperature of its own, which nobody has put on the device before.
+    # A temperature not yet cached on the device.
     streams = torch.arange(heads.shape[0], device=heads.device)
     return sample(heads[:, 0], SamplingParams(temperature=0.8125, top_k=5), seeds=streams, positions=streams)
 

@@ -1,4 +1,4 @@
-"""Under grad mode the ops work forward, refuse backward, and count the versions of what they write."""
+"""Under grad mode ops run forward, refuse backward, raise versions of written tensors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_tensors_of_inference_mode(backend: str) -> None:
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_compiled(backend: str, grad: bool) -> None:
-    """A compiled forward pass works, too, although its backward is traced ahead."""
+    """A compiled forward pass works although backward is traced ahead."""
     torch._dynamo.reset()
     places, (slots,) = here(TABLE, LENS, OFFSETS), here(SLOTS)
     weight, x = torch.randn(64, 64, dtype=torch.float32, requires_grad=True), torch.randn(2, 2, 64)

@@ -1,4 +1,4 @@
-"""Values that no careful caller passes: they are refused by name or stay without effect, and never write elsewhere."""
+"""Hostile values raise a named error or have no effect, never writing out of bounds."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from pagedtree import distributed
 from pagedtree.integrations import flash_attn, flashinfer, sglang
 
 FAR = 2**31 - 1
-WORDS = ("rows", "left", "ends", "received", "words", "masses")  # arguments of the raw ops that ranks exchange
+WORDS = ("rows", "left", "ends", "received", "words", "masses")  # that ranks exchange
 
 
 @pytest.fixture
 def shards() -> Iterator[distributed.VocabShards]:
-    """The whole vocabulary of 40 on one rank."""
+    """Yields one rank with the vocabulary of 40."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield distributed.VocabShards(40, group=dist.group.WORLD)
     dist.destroy_process_group()
@@ -35,7 +35,7 @@ TABLE, LENS, OFFSETS = int32([[0], [1]], "cpu"), int32([3, 3], "cpu"), int32([0,
 TREES = pt.TreeBatch.from_trees([pt.DraftTree.chain(1)])
 
 
-# ---- the adapters' indices
+# ---- adapter indices
 
 
 def test_appended_rows_of_no_sequence(backend: str, device: torch.device) -> None:
@@ -80,7 +80,7 @@ def test_flashinfer_masks() -> None:
 
 
 def test_locations_beyond_int32(backend: str, device: torch.device) -> None:
-    """They do not wrap around to other slots."""
+    """Locations do not wrap to other slots."""
     buffer = torch.arange(8.0, device=device)[:, None].clone()
     far = torch.tensor([2**32 + 1, 3], device=device)
     sglang.move_kv_cache([buffer], [], far, torch.tensor([5, 2**32 + 5], device=device))
@@ -117,11 +117,11 @@ def test_sglang_trees_outside_of_their_mask(mode: sglang.TreeMaskMode, lens: lis
         )
 
 
-# ---- vocabularies in parts
+# ---- sharded vocabularies
 
 
 def hostile_words(shape: tuple[int, ...], seed: int) -> Tensor:
-    """Random words, and among them those at the ends of their types."""
+    """Returns random words, with extremes."""
     generator = torch.Generator().manual_seed(seed)
     words = torch.randint(-(2**63), 2**63 - 1, shape, generator=generator)
     extremes = torch.tensor([0, -1, 1, 2**63 - 1, -(2**63), 0x0101010101010101, 0x7FF0000000000000, 0x7FFFFFFF7FFFFFFF])
@@ -133,7 +133,7 @@ def hostile_words(shape: tuple[int, ...], seed: int) -> Tensor:
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("draft_law", ["iid", "swor", "onehot"])
 def test_shard_ops_take_any_words(backend: str, device: torch.device, draft_law: str, seed: int) -> None:
-    """Rows that did not come from the rounds before: nothing outside of the tensors is read or written."""
+    """Rows from no earlier round cause no wild access."""
     undrawn = {"draft_probs": None, "draft_rows": None} if draft_law == "onehot" else {}
     count = iter(range(1000))
     for call in raw_calls(device):
@@ -155,7 +155,7 @@ def test_shard_ops_take_any_words(backend: str, device: torch.device, draft_law:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_roots_of_any_depth(backend: str, shards: distributed.VocabShards, temperature: float) -> None:
-    """A walk begins at the root, whatever depth it is said to have; what is left out elsewhere is never emitted."""
+    """A walk begins at the root whatever its depth; nodes left out elsewhere are never emitted."""
     if backend == "cuda":
         pytest.skip("the group's tensors are on the CPU")
     case = make_case(40, torch.float32, 3)
@@ -183,7 +183,7 @@ def test_children_out_of_range(shards: distributed.VocabShards, max_children: in
         )  # fmt: skip
 
 
-# ---- what errors say
+# ---- messages
 
 
 MESSAGES: list[tuple[type[Exception], str, Callable[[], Any]]] = [
@@ -191,7 +191,7 @@ MESSAGES: list[tuple[type[Exception], str, Callable[[], Any]]] = [
      lambda: pt.tree_attention(ROWS, KEYS, KEYS, TABLE, LENS, OFFSETS, window=(4, 0))),
     (TypeError, r"^tree_attention: `tree_lens` must be of type Optional\[Tensor\], got list: \[7, 4\]$",
      lambda: pt.tree_attention(ROWS, KEYS, KEYS, TABLE, LENS, OFFSETS, tree_lens=[7, 4])),
-    (TypeError, r"got list: \[0, 1, 2, .{67}\.\.\.$",  # a long value is cut to 80 letters
+    (TypeError, r"got list: \[0, 1, 2, .{67}\.\.\.$",  # cut to 80 letters
      lambda: pt.tree_attention(ROWS, KEYS, KEYS, TABLE, LENS, OFFSETS, tree_lens=list(range(100)))),
     (TypeError, r"^merge_states: `out_a` must be a Tensor, got None$", lambda: pt.merge_states(None, None, None, None)),
     (ValueError, "verify_greedy: `logits` must be of 2 rows, one for each node of the trees, got 1 rows",

@@ -1,7 +1,4 @@
-"""Caches of more than 2^31 elements and 2^32 bytes: sparse memory, of which only what is written is backed.
-
-Everything must be what a small cache of the same pages gives, bit for bit.
-"""
+"""Caches beyond 2^31 elements and 2^32 bytes, in sparse memory, equal small ones bit for bit."""
 
 from __future__ import annotations
 
@@ -18,8 +15,8 @@ from torch import Tensor
 
 from pagedtree import DraftTree, append_kv, compact_kv, tree_attention
 
-FIRST_PAGE = 1 << 27  # slots then lie beyond 2^31 as well
-STRIDES = {  # of [page_size, heads, dim] and pages before them; what is far apart is so by 2^32 elements in total
+FIRST_PAGE = 1 << 27  # slots exceed 2^31
+STRIDES = {  # of page, slot, head; one carries offsets past 2^32 elements
     "page ids": lambda s, h, d: (s * h * d, h * d, d),
     "page stride": lambda s, h, d: ((1 << 30) + 64, h * d, d),
     "slot stride": lambda s, h, d: (h * d, (1 << 30) + 64, d),
@@ -29,12 +26,11 @@ STRIDES = {  # of [page_size, heads, dim] and pages before them; what is far apa
 
 @pytest.fixture(params=STRIDES)
 def far(request: pytest.FixtureRequest) -> str:
-    """Returns what carries an offset past 2^32 elements."""
     return request.param
 
 
 def page_ids(far: str, pages: int) -> Tensor:
-    """Returns where a huge cache has the pages of a small one."""
+    """Returns the huge cache's ids of a small cache's pages."""
     return torch.arange(pages) + (FIRST_PAGE if far == "page ids" else 0)
 
 
@@ -67,7 +63,7 @@ def test_tree_attention(target: Target, far: str, stored: torch.dtype | None) ->
 
 
 def test_tree_attention_of_distant_rows(target: Target) -> None:
-    """q, out, masks and the page table: rows of a tensor more than 2^32 elements long."""
+    """q, out, masks and page table exceed 2^32 elements."""
     if target.device.type != "cpu":
         pytest.skip("sparse memory is the host's")
     case = target.case([20, 35, 3], [DraftTree.full([2, 2]), "causal", random_tree(default_rng(0), 30)]).build()
@@ -117,7 +113,7 @@ def test_compact_kv(backend: str, device: torch.device, far: str, dtype: torch.d
     before = [cache.clone() for cache in small]
     table = int32([[5, 1], [4, 3]])
     moves = {
-        "start": int32([page_size - 2, 0]),  # across pages, and within one
+        "start": int32([page_size - 2, 0]),  # across pages; within one
         "accept_index": int32([[0, 2, 5], [0, 3, 7]]),
         "num_accepted": int32([2, 2]),
     }

@@ -1,4 +1,4 @@
-"""Logits, draft_probs and grammar masks of more than 2^31 elements, in sparse memory: results as from small tensors."""
+"""Logits, draft_probs and grammar masks beyond 2^31 elements, in sparse memory, equal small ones."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ from pagedtree import (
 )
 
 ROWS, VOCAB = 6, 77
-FAR = (1 << 32) // (ROWS - 1) + 101  # of rows: the last ones lie beyond 2^31 elements, and 2^32
+FAR = (1 << 32) // (ROWS - 1) + 101  # the last rows start beyond 2^31 elements, and 2^32
 PARAMS = SamplingParams(temperature=0.9, top_k=40)
 
 
 def far_apart(small: Tensor) -> Tensor:
-    """The same rows, FAR elements apart."""
     huge = sparse(tuple(small.shape), (FAR, 1), small.dtype)
     huge[:] = small
     return huge
 
 
 def many_rows(small: Tensor) -> tuple[Tensor, Tensor]:
-    """The same rows as the last ones of a tensor of more than 2^32 elements, and their numbers."""
+    """Returns a tensor beyond 2^32 elements that ends with the rows, and their indices."""
     count = (1 << 32) // small.shape[1] + 100
     huge = sparse((count, small.shape[1]), (small.shape[1], 1), small.dtype)
     huge[-small.shape[0] :] = small
@@ -41,7 +40,7 @@ def many_rows(small: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def verdicts(shape: list[int], logits: Tensor, mask: Tensor, drafts: Tensor, probs: Tensor, rows: Tensor | None):
-    """Returns what every op makes of one tree."""
+    """Returns each op's verdict on one tree."""
     trees, words = batch_of([shape], torch.device("cpu")), streams(1, torch.device("cpu"), 5)
     found: list[Verdict] = [
         verify_greedy(logits, drafts, trees, grammar_mask=mask),

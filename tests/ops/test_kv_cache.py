@@ -1,4 +1,4 @@
-"""append_kv to fp8 and of nothing. Shapes, layouts and slot_mapping: `test_cases.py`."""
+"""append_kv to fp8 and of no rows; others: `test_cases.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagedtree import append_kv
 
 
 def to_fp8(rows: Tensor, scale: Tensor | None) -> Tensor:
-    """Torch's own conversion, after the clamp that it lacks."""
+    """Converts as torch does, after the clamp that it lacks."""
     divisor = torch.ones(1) if scale is None else scale.cpu().reshape(-1, 1)
     return (rows.cpu().float() / divisor).clamp(-448, 448).to(FP8).to(rows.device)
 
@@ -19,7 +19,7 @@ def to_fp8(rows: Tensor, scale: Tensor | None) -> Tensor:
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_append_rounds_to_fp8_as_torch(row_isa, device, dtype) -> None:
-    if dtype == torch.float32:  # for every exponent the bits that decide; then the neighbours of every tie
+    if dtype == torch.float32:  # every exponent's deciding bits, then the neighbours of ties
         high = torch.arange(2**16, dtype=torch.int64) << 16
         bits = torch.cat([high + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
         values = (bits - ((bits >> 31) << 32)).to(torch.int32).view(torch.float32)
@@ -57,6 +57,3 @@ def test_append_nothing(backend, device) -> None:
     for pool in (empty_pool, no_positions):
         append_kv(row, None, pool, None, torch.tensor([0], device=device))
     assert torch.equal(cache, torch.ones_like(cache))
-
-
-# 64-bit offsets -------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""Rules under penalties and bias: the ops weigh exactly the distributions that plain decoding has.
+"""Under penalties and bias the rules use plain decoding's distributions.
 
-The logits are multiples of ln 2 and so are bias and penalties: every probability is then a fraction.
+Logits, biases and penalties are multiples of ln 2, so probabilities are fractions.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from pagedtree.testing import use_backend
 
 LN2 = math.log(2)
 TEMPERATURE = 0.5
-SAID, PROMPT = [2, 1], [0]  # the root is the last of the tokens said
+SAID, PROMPT = [2, 1], [0]  # the root is the last of SAID
 REPETITION, PRESENCE, FREQUENCY = 2.0, -1, 1  # the latter two in units of ln 2
 BIAS = {1: 1, 2: -2, 0: 1}
 
 
 class PenalisedPair(ToyPair):
-    """A target whose logits are whole numbers of ln 2, with penalties and bias; the drafter is that of ToyPair."""
+    """ToyPair with a penalised, biased target; logits are multiples of ln 2."""
 
     def weights(self, prefix: Path) -> list[int | None]:
-        """The raw logits after a prefix in units of ln 2, None for none; even, so that repetition can halve them."""
+        """Returns raw logits in units of ln 2, None for -inf; even, for repetition to halve."""
         generator = np.random.default_rng([self.seed, 5, len(prefix), *(x + 1 for x in prefix)])
         found: list[int | None] = [2 * int(w) for w in generator.integers(-1, 2, self.vocab)]
         if generator.random() < 0.3:
@@ -52,12 +52,12 @@ class PenalisedPair(ToyPair):
         return reference.normalised(masses)
 
     def logits(self, parents: Sequence[int], drafts: Sequence[int]) -> list[list[float]]:
-        """Returns the raw logits that the ops are given at each node of a tree."""
+        """Returns raw logits by node."""
         prefixes = prefixes_of(parents, drafts)
         return [[-math.inf if w is None else w * LN2 for w in self.weights(x)] for x in prefixes]
 
 
-# In the core suite one of the smaller and one of the larger trees.
+# The core suite has a small and a large tree.
 SOME = [pytest.param(*case, marks=[] if case[2] in (CHAIN, TREE) else pytest.mark.slow) for case in LOSSLESS]
 
 
@@ -119,17 +119,17 @@ PENALTIES = SamplingParams(temperature=0.8, repetition_penalty=1.4, presence_pen
     ids=str,
 )
 def test_steps_drafted_by_expand_tree(backend, device, rule, law, branching, model):
-    """Whole steps: the drafter knows nothing of penalties, the text follows the penalised target."""
+    """The text follows the penalised target; the drafter ignores penalties."""
     count = 20 if backend == "simt" else 10_000
     tokens, accepted = first_tokens(rule, law, branching, model, count, device, params=PENALTIES)
-    if backend == "simt":  # too slow for the statistic, but it decides as the CPU backend does
+    if backend == "simt":  # too slow for the statistic: equals the CPU
         with use_backend("cpu"):
             assert tokens.equal(first_tokens(rule, law, branching, model, count, device, params=PENALTIES)[0])
         return
     assert off_the_target(tokens, model, PENALTIES) < LIMIT
     assert accepted > 0.2
     if model == "flat":
-        assert off_the_target(tokens, model) > LIMIT  # without penalties the text is another
+        assert off_the_target(tokens, model) > LIMIT  # penalties matter
 
 
 @pytest.mark.stats

@@ -1,7 +1,6 @@
-"""Whole steps as callers make them: `expand_tree` drafts, a lossless rule verifies, the next step starts from there.
+"""The first three tokens by `expand_tree` and a lossless rule follow the target's exact distribution.
 
-The first three tokens are compared with the target's exact distribution. The trees have several nodes a level and
-several levels: rules that judge leaves first see drafts of cousins, which therefore must not share their draws.
+Trees have levels of several nodes: rules that judge leaves first meet cousins, which must not share draws.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("rule", "law", "branching", "model"),
-    [  # in the core suite each case with one of the models
+    [  # the core suite has one model per case
         pytest.param(*case, model, marks=[] if (i + j) % 2 == 0 else pytest.mark.slow)
         for i, case in enumerate(CASES)
         for j, model in enumerate(MODELS)
@@ -34,7 +33,7 @@ CASES = [
     ids=str,
 )
 def test_first_three_tokens(backend: str, device, rule, law, branching, model) -> None:
-    if backend == "simt":  # too slow for the statistic, but it decides as the CPU backend does
+    if backend == "simt":  # too slow for the statistic: equals the CPU
         tokens, _ = first_tokens(rule, law, branching, model, 30, device)
         with use_backend("cpu"):
             assert tokens.equal(first_tokens(rule, law, branching, model, 30, device)[0])
@@ -55,7 +54,7 @@ def test_first_three_tokens_closely(backend: str, device, rule, law, branching, 
 
 
 def expand_cousins_alike(state: DraftState, logits: Tensor, **options) -> DraftState:
-    """As if all nodes of a level drew by the same random numbers, where they draw from the same distribution."""
+    """Draws equal children at nodes of a level with equal distributions."""
     expanded = expand_tree(state, logits, **options)
     children = expanded.tokens[:, state.num_candidates :].view(state.batch_size, state.num_frontier, -1)
     tokens = [state.tokens, children[:, :1].expand_as(children).flatten(1)]
@@ -64,7 +63,7 @@ def expand_cousins_alike(state: DraftState, logits: Tensor, **options) -> DraftS
 
 @pytest.mark.parametrize(("law", "count"), [pytest.param("iid", 100_000, marks=pytest.mark.slow), ("swor", 25_000)])
 def test_cousins_that_share_their_draws_are_seen(law: str, count: int) -> None:
-    """The rule that judges leaves first is then off its distribution; the one that follows one node a level is not."""
+    """Shared draws bias a rule that judges leaves first, not a rule that follows one node a level."""
     for rule, expand, is_off in [
         ("traversal", expand_tree, False),
         ("traversal", expand_cousins_alike, True),

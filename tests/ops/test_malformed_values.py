@@ -1,4 +1,4 @@
-"""Values that no careful caller passes give the same on every backend, unless docs/concepts.md leaves it open."""
+"""Malformed values give equal results everywhere, unless docs/concepts.md leaves it open."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pagedtree.testing import backends, use_backend
 
 FAR = 2**31 - 1
 
-# Numbers of a backend's own: a plan, and words that ranks exchange, which must come from the round before.
+# Backend-specific plans; words that must come from the round before.
 OPEN = ("attention_plan", "step_shards", "weigh_shards")
-# Sums whose order is the backend's; what is summed up may be any number.
+# Sums in a backend's order; their operands stay unchanged.
 ROUNDED = ("tree_attention", "tree_attention.out", "tree_attention.without_lse", "tree_delta_rule", "tree_conv1d",
            "advance_state", "merge_states")  # fmt: skip
 SUMMED = ("q", "k", "v", "k_cache", "v_cache", "x", "weight", "bias", "out_a", "out_b")
-# What the docstrings leave open: rows that share a slot, scales that are not finite.
+# Left open by docstrings: rows that share a slot, non-finite scales.
 LEFT_OPEN = {"append_kv": ("slots",), "rope_append": ("slots",), "rope_append.out": ("slots",),
              "compact_kv": ("page_table",), "tree_attention": ("k_scale", "v_scale"),
              "advance_state": ("state_index",), "advance_conv": ("state_index",)}  # fmt: skip

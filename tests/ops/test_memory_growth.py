@@ -1,4 +1,4 @@
-"""Calls of the raw ops leave no memory behind, those that are refused neither."""
+"""Raw ops leak no memory, also when they refuse."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def calls_of(name: str) -> list[RawCall]:
 
 @pytest.mark.parametrize("name", op_names())
 def test_ops_free_what_they_take(name: str) -> None:
-    """A string that is not freed has 48 bytes, a tensor's handle or an optional value at least 24."""
+    """A leaked string has 48 bytes, a tensor handle or optional value at least 24."""
     for call in calls_of(name):
         assert growth(call, 500, allocated) < 8
         assert growth(lambda call=call: refused(call), 200, allocated) < 8

@@ -1,5 +1,3 @@
-"""merge_states joins attention over disjoint keys."""
-
 from __future__ import annotations
 
 import torch
@@ -9,7 +7,7 @@ from pagedtree import DraftTree, merge_states, tree_attention
 
 
 def test_fp16_results_are_rounded_to_nearest_even(isa: str) -> None:
-    """Means of neighbouring fp16 numbers are ties; those of any two come to every exponent, subnormals included."""
+    """Means of neighbouring numbers tie; random pairs reach every exponent, subnormals included."""
     every = torch.arange(-0x8000, 0x8000, dtype=torch.int32).to(torch.int16).view(torch.float16)
     a = torch.cat([every, every])
     b = torch.cat([every.roll(1), every[torch.randperm(len(every), generator=torch.Generator().manual_seed(0))]])
@@ -23,7 +21,7 @@ def test_fp16_results_are_rounded_to_nearest_even(isa: str) -> None:
 
 
 def test_parts_of_one_attention(target: Target) -> None:
-    """Prefix and tree apart, merged, equal attention over both; the sink goes to one part."""
+    """Prefix and tree, merged, equal attention over both; one has the sink."""
     tree = DraftTree.full([3, 2])
     case = target.case([64], [tree], page_size=16).build()
     sinks = torch.tensor([0.1, 2.0, -torch.inf, -1.0]).repeat(6)[: case["q"].shape[1]]

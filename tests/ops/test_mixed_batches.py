@@ -14,23 +14,23 @@ from simt_case import intercepted_launches, simt_library
 from pagedtree import DraftTree, attention_plan, tree_attention
 
 TREE = random_tree(np.random.default_rng(2), 60)
-IDLE = (DraftTree([-1]), 0)  # a slot of no queries
+IDLE = (DraftTree([-1]), 0)  # no queries
 
 
 @pytest.fixture
 def mixed(target: Target) -> dict:
-    """Decode rows, trees, 32 and 34 rows per head, a chunk of 300 queries, idle slots that still have keys, padding."""
+    """Decode rows, trees, 32 and 34 rows per head, a chunk of 300 queries, idle slots with keys, padding."""
     decode, limit = DraftTree([-1]), DraftTree.chain(15)
     kinds = [decode, IDLE, TREE, "causal", decode, limit, IDLE, (TREE, 20), decode, DraftTree.chain(16)]
     prefixes = [300, 40, 100, 90, 0, 515, 0, 64, 129, 70]
     case = target.case(prefixes, kinds, heads=(4, 2), causal_queries=300, padding=6, poison=float("nan")).build()
-    case["page_table"][1] = -7  # as a finished sequence leaves it
+    case["page_table"][1] = -7  # left by a finished sequence
     return case
 
 
 @contextmanager
 def counted_launches() -> Iterator[list[tuple[int, int]]]:
-    """Collects grid and block size of each kernel that simt launches."""
+    """Records simt's grid and block sizes."""
     launches: list[tuple[int, int]] = []
 
     def note(kernel, grid, block, *rest) -> int:
@@ -45,12 +45,12 @@ def counted_launches() -> Iterator[list[tuple[int, int]]]:
 
 @pytest.mark.parametrize("max_seqlen_q", [None, 1, 300, 10**6])
 def test_mixed(target: Target, mixed: dict, max_seqlen_q: int | None) -> None:
-    """With one list or two the results are the same within rounding."""
+    """One or two lists give equal results within rounding."""
     check(dict(mixed, max_seqlen_q=max_seqlen_q))
 
 
 def test_repeats_its_bits(target: Target, mixed: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a plan or without, in any order of threads and CTAs."""
+    """Results have the same bits with any plan and any order of threads and CTAs."""
     if target.backend == "cpu":
         pytest.skip("the cpu backend has one list")
     plan = attention_plan(mixed["seq_lens"], mixed["cu_seqlens_q"], num_q_heads=4, num_kv_heads=2, head_dim=64,
@@ -63,7 +63,7 @@ def test_repeats_its_bits(target: Target, mixed: dict, monkeypatch: pytest.Monke
 
 
 def test_short_sequences_do_not_notice_the_long_one(target: Target) -> None:
-    """A captured graph replayed with other lengths."""
+    """A graph's replay with another long sequence repeats the short ones."""
     prefixes, kinds = [100, 30, 200], [DraftTree([-1]), DraftTree.chain(4), DraftTree.full([2])]
     alone = target.case([*prefixes, 0], [*kinds, IDLE], heads=(4, 2)).build()
     chunk = target.case([*prefixes, 64], [*kinds, "causal"], heads=(4, 2), causal_queries=200).build()
@@ -79,7 +79,7 @@ def test_short_sequences_do_not_notice_the_long_one(target: Target) -> None:
 
 
 def test_launches_follow_from_the_host_s_integers(target: Target, mixed: dict) -> None:
-    """The launches are the same whatever the lengths are, so that a graph may be replayed with other lengths."""
+    """Launches ignore lengths, so graphs may be replayed with others."""
     if target.backend != "simt":
         pytest.skip("simt only")
     with counted_launches() as launches:
@@ -98,7 +98,7 @@ def test_launches_follow_from_the_host_s_integers(target: Target, mixed: dict) -
 
 
 def test_idle_slots_are_not_read(target: Target, mixed: dict) -> None:
-    """Lengths, masks and pages of slots without queries may be stale."""
+    """Idle slots' lengths, masks and pages may be stale."""
     expected = tree_attention(**mixed, max_seqlen_q=300)
     stale = dict(mixed, seq_lens=mixed["seq_lens"].clone(), tree_lens=mixed["tree_lens"].clone())
     stale["seq_lens"][[1, 6]] = torch.tensor([2**31 - 1, 77], dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""n-grams of texts that repeat themselves: the trees are those of plain loops, the work grows with the text alone."""
+"""n-gram trees of repetitive texts equal plain loops, in linear work."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def random_tokens(length: int, low: int, high: int) -> list[int]:
 
 
 def fibonacci_word(length: int) -> list[int]:
-    """Every part of it comes again soon, but it has no period."""
+    """Repeats every part soon, without a period."""
     short, word = [0], [0, 1]
     while len(word) < length:
         short, word = word, word + short
@@ -64,7 +64,7 @@ def test_repeated_texts(backend: str, kind: str, options: dict[str, int]) -> Non
     width = 330
     text = TEXTS[kind](width)
     lengths = [width, width - 1, 70, 2]
-    # More text: of another kind; with the last tokens at its end; cut by separators; none.
+    # Extra texts: another kind; the last tokens at its end; separators; nothing.
     extras = [TEXTS["runs"](270), text[-270:], text[:270], [-1] * 270]
     extras[2][::40] = [-1] * 7
     history = torch.tensor([text, text, text[::-1], text])
@@ -82,9 +82,9 @@ def test_repeated_texts(backend: str, kind: str, options: dict[str, int]) -> Non
 @pytest.mark.parametrize("ctas", [1, 2, 4])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_clusters_do_not_matter(backend: str, monkeypatch: pytest.MonkeyPatch, batch: int, ctas: int) -> None:
-    """A GPU without clusters gives one CTA the whole text."""
+    """Without clusters one CTA has the whole text."""
     monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", f"132:227:{ctas}")
-    width, breadth = 8191, 2053  # odd: every other row begins between two words of 16 bytes
+    width, breadth = 8191, 2053  # odd: every other row is off 16-byte alignment
     text = random_tokens(width * 3, -1, 60)
     rows = [text[b * width :][:width] for b in range(batch)]
     extras = [random_tokens(breadth, 0, 40) for _ in range(batch)]
@@ -99,7 +99,7 @@ def test_clusters_do_not_matter(backend: str, monkeypatch: pytest.MonkeyPatch, b
 
 
 def test_rows_that_are_too_long(device: torch.device) -> None:
-    """Places are numbered by int32."""
+    """Positions are int32."""
     history, extra = (torch.empty(0, 2**30, dtype=torch.int64, device=device) for _ in range(2))
     lengths = torch.empty(0, dtype=torch.int32, device=device)
     ngram_propose(history, lengths, max_nodes=2, max_depth=1, extra=extra[:, 1:])
@@ -111,7 +111,7 @@ def test_rows_that_are_too_long(device: torch.device) -> None:
 
 @pytest.fixture(scope="module")
 def blocks_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., int]:
-    """Counts as ngram_work.cpp does for a text."""
+    """Counts basic blocks by ngram_work.cpp."""
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler")
@@ -129,14 +129,13 @@ def blocks_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., int]:
 
 @pytest.mark.parametrize("kind", TEXTS)
 def test_the_work_is_linear(blocks_of: Callable[..., int], kind: str) -> None:
-    """One comparison for each length of n-gram would be more than 100 basic blocks per token; one for each token of the
-    continuation, too."""
+    """A comparison per n-gram length or continuation token would exceed 100 basic blocks per token."""
     text = TEXTS[kind](20_000)
     for max_ngram in (4, 64):
         assert 0 < blocks_of(text, max_ngram, 40) < 60 * 2 * len(text)
 
 
 def test_a_full_tree_ends_the_search(blocks_of: Callable[..., int]) -> None:
-    """Eight branches of the greatest depth, and room for more nodes: the rest of the text cannot change anything."""
+    """Eight branches of greatest depth suffice despite spare nodes."""
     text = TEXTS["2 tokens"](20_000)
     assert 0 < blocks_of(text, max_ngram=4, max_depth=4) < len(text) / 4

@@ -1,4 +1,4 @@
-"""The options of any selection of sequences are those that `RequestOptions.from_lists` makes of the selected lists."""
+"""Options of selected sequences equal `RequestOptions.from_lists` of the selected lists."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LISTS: dict[str, list[Any]] = {
 
 
 def texts_of(rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Texts in the buffers of an engine, where other tokens follow them, and their lengths."""
+    """Returns texts in buffers that other tokens fill up, and their lengths."""
     texts = [[*PROMPTS[row], *OUTPUTS[row]] if row != IDLE else [] for row in rows]
     history = torch.tensor([(text + [17] * 9)[:9] for text in texts], dtype=torch.int64).view(len(rows), 9)
     return history, torch.tensor([len(text) for text in texts], dtype=torch.int32)
@@ -42,7 +42,7 @@ def check(options: RequestOptions, wanted: RequestOptions) -> None:
     for name, tensor in wanted.tensors().items():
         found = getattr(options, name)
         assert (found is None) == (tensor is None), name
-        if found is not None:  # buffers and texts may have more room
+        if found is not None:  # buffers may be larger
             found = found[tuple(slice(size) for size in tensor.shape)]
             behind = torch.arange(9)[: found.shape[-1]] >= wanted.history_lens[:, None] if name == "history" else None
             assert torch.equal(found if behind is None else found.masked_fill(behind, 0), tensor), name
@@ -57,7 +57,7 @@ def test_selections(left_out) -> None:
     for numbers in ([0, 1, 2, 3, 4], [3], [4, 1, 4], [2, 0], []):
         options = rows.of(numbers, *texts_of(numbers))
         check(options, expected(numbers, names))
-        assert rows.of(numbers, *texts_of(numbers)).output_counts is options.output_counts  # `commit` advances them
+        assert rows.of(numbers, *texts_of(numbers)).output_counts is options.output_counts  # `commit` updates them
     buffers = rows.buffers(4)
     check(rows.with_text(buffers, *texts_of([IDLE] * 4)), expected([IDLE] * 4, names))
     for numbers in ([2, 0, IDLE, IDLE], [4, 3, 1, 0], [1, IDLE, IDLE, IDLE]):

@@ -1,4 +1,4 @@
-"""Request options inside verification: an op with options gives what it gives without for logits that have them."""
+"""Verification with request options equals verification of processed logits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INF = float("inf")
 
 
 def greedy(row: list[float], device: torch.device, penalties: dict | None = None, **given) -> int:
-    """The token that one row gives, which the root of a tree must give, too."""
+    """Returns one row's token, which a tree's root must yield too."""
     logits = torch.tensor([row], device=device)
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     at = {"seeds": zero, "positions": zero + given.pop("position", 0)}
@@ -35,26 +35,26 @@ def greedy(row: list[float], device: torch.device, penalties: dict | None = None
 
 def test_arithmetic_by_hand(device):
     said = {"outputs": [[1, 1, 1]]}
-    # Positive logits are divided, negative ones multiplied; prompt and output count alike.
+    # Repetition divides positive logits, multiplies negative ones, and counts prompts too.
     assert greedy([1.9, 4.0], device, {"repetition_penalty": 2.0}, **said) == 1
     assert greedy([2.1, 4.0], device, {"repetition_penalty": 2.0}, **said) == 0
     assert greedy([-5.9, -3.0], device, {"repetition_penalty": 2.0}, prompts=[[1]]) == 0
     assert greedy([-6.1, -3.0], device, {"repetition_penalty": 2.0}, prompts=[[1]]) == 1
-    # Only the output counts for the others.
+    # Presence and frequency count only output.
     assert greedy([3.9, 4.0], device, {"presence_penalty": 2.0, "frequency_penalty": 1.0}, prompts=[[1]]) == 1
     assert greedy([2.1, 4.0], device, {"presence_penalty": 2.0}, **said) == 0
     assert greedy([1.9, 4.0], device, {"presence_penalty": 2.0}, **said) == 1
     assert greedy([1.1, 4.0], device, {"frequency_penalty": 1.0}, **said) == 0
     assert greedy([0.9, 4.0], device, {"frequency_penalty": 1.0}, **said) == 1
-    # Bias comes before penalties: (3 + 4) / 2 and not 3 / 2 + 4; -1 + 3 is positive and not negative.
+    # Bias comes first: (3 + 4) / 2, not 3 / 2 + 4; -1 + 3 is positive.
     assert greedy([3.6, 3.0], device, {"repetition_penalty": 2.0}, bias=[{1: 4.0}], **said) == 0
     assert greedy([3.4, 3.0], device, {"repetition_penalty": 2.0}, bias=[{1: 4.0}], **said) == 1
     assert greedy([0.9, -1.0], device, {"repetition_penalty": 2.0}, bias=[{1: 3.0}], **said) == 1
-    # Repetition before presence and frequency: 8 / 2 - 1 - 3 and not (8 - 4) / 2.
+    # Then repetition: 8 / 2 - 1 - 3, not (8 - 4) / 2.
     everything = {"repetition_penalty": 2.0, "presence_penalty": 1.0, "frequency_penalty": 1.0}
     assert greedy([0.1, 8.0], device, everything, **said) == 0
     assert greedy([-0.1, 8.0], device, everything, **said) == 1
-    # -inf stays so, +inf does not pass what forbids.
+    # -inf stays, and +inf overrides no mask.
     assert greedy([0.0, 9.0], device, bias=[{1: -INF}]) == 0
     assert greedy([0.0, -9.0], device, bias=[{1: INF}]) == 1
     assert greedy([0.0, -INF], device, bias=[{1: INF}]) == 0
@@ -63,7 +63,7 @@ def test_arithmetic_by_hand(device):
 
 
 def test_rounding_is_that_of_torch(device):
-    """A product and a difference are two operations, as in `logits - frequency * counts`: the same value is a tie."""
+    """Product and difference round separately, as in `logits - frequency * counts`, so these tie."""
     generator = torch.Generator().manual_seed(0)
     count = 2000
     logits, frequency = torch.randn(count, generator=generator) * 5, torch.rand(count, generator=generator) * 4 - 2
@@ -81,7 +81,7 @@ def test_rounding_is_that_of_torch(device):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_overflow_is_the_largest_number(device, temperature):
-    """A penalty or a bias may drive a logit beyond float32."""
+    """Penalty or bias may overflow float32."""
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     for row, penalties, lists in (
         ([1.0, 2.0, 3e38, 3.0], {"repetition_penalty": 0.5}, {"outputs": [[2]]}),
@@ -103,7 +103,7 @@ def test_overflow_is_the_largest_number(device, temperature):
 
 @pytest.mark.parametrize("top_k", [3, 50])
 def test_filters_where_penalties_take_the_likeliest(device, top_k):
-    """Most of the largest logits are far below their bounds, and the likeliest tokens are in unlikely places."""
+    """Most large logits fall far below their bounds; likely tokens are in unlikely places."""
     vocab, count = 9000, 96
     generator = torch.Generator().manual_seed(top_k)
     logits = torch.randn(1, vocab, generator=generator) * 0.1
@@ -129,7 +129,7 @@ def test_filters_where_penalties_take_the_likeliest(device, top_k):
 
 
 def test_deep_paths(device):
-    """A chain of 1023 drafts of one token, and as many counts on top: where the path ends is exact."""
+    """A chain of 1023 equal drafts, each counted, ends at the exact node."""
     count, turn = 1024, 700
     logits = torch.full((count, 5), -20.0, device=device)
     logits[:, 2], logits[:, 3] = 60.0, 60.0 - (turn - 0.5) / 64
@@ -146,13 +146,13 @@ def test_deep_paths(device):
 
 
 def resident(which: str) -> int:
-    """Bytes of this process: VmRSS now, VmHWM at most since the last reset."""
+    """Returns bytes: VmRSS now, VmHWM the peak since a reset."""
     status = Path("/proc/self/status").read_text()
     return int(status.split(f"{which}:")[1].split()[0]) * 1024
 
 
 def test_no_memory_of_the_size_of_the_logits(backend, device):
-    """4000 rows of 2^18 tokens would be 4 GB in float32; the walk reads the roots' rows, and little more is made."""
+    """Float32 logits would be 4 GB; only the roots' rows are read."""
     reset = Path("/proc/self/clear_refs")
     if backend == "cuda" or not reset.exists() or "LD_PRELOAD" in os.environ:
         pytest.skip("counts the memory of a process on Linux, without a sanitizer's own")
@@ -176,4 +176,4 @@ def test_no_memory_of_the_size_of_the_logits(backend, device):
     reset.write_text("5")
     before = resident("VmRSS")
     both()
-    assert resident("VmHWM") - before < batch * nodes * vocab  # a quarter of the logits in float32
+    assert resident("VmHWM") - before < batch * nodes * vocab  # a quarter of float32 logits

@@ -1,4 +1,4 @@
-"""Request options that no careful caller passes: what is refused by name, and values that stay without effect."""
+"""Hostile request options raise a named error or have no effect."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def wrong_tensors(options: RequestOptions, device: torch.device) -> list[tuple[s
             found.append((name, t[:, :-1]))
             found.append((name, torch.cat([t, t], 1)))
     alone = ("prompt_mask", "output_counts", "allowed_mask", "history_start")
-    found += [(name, None) for name in options.tensors() if name not in alone]  # the others of its group are there
+    found += [(name, None) for name in options.tensors() if name not in alone]  # the group's others exist
     return [*found, ("bias_values", options.bias_values[:-1])]
 
 
@@ -160,7 +160,7 @@ def test_value_checks(device, value_checks, op, name, values):
 
 
 def in_memory(t: Tensor, fill: int) -> Tensor:
-    """The tensor in the middle of memory full of `fill`: whoever reads outside of it sees that."""
+    """Surrounds the tensor with `fill`, which reveals reads out of bounds."""
     guard = 64 * t.element_size()
     memory = torch.full((t.numel() * t.element_size() + 2 * guard,), fill, dtype=torch.uint8, device=t.device)
     inner = memory[guard : memory.numel() - guard].view(t.dtype).view(t.shape)
@@ -174,7 +174,7 @@ def same(a: tuple, b: tuple) -> bool:
 @given(st.integers(0, 2**32))
 @settings(max_examples=15)
 def test_hostile_values_read_nothing_else(device, seed):
-    """Twice the same values in different surroundings: the results are those of a vocabulary, and equal."""
+    """Results ignore surrounding memory, and are in the vocabulary."""
     generator = torch.Generator().manual_seed(seed)
     case = good_case(device, seed % 7)
     options = hostile_options(case, generator)
@@ -196,7 +196,7 @@ def test_hostile_values_read_nothing_else(device, seed):
 
 
 def test_positions_at_the_ends(device):
-    """The position that a row predicts may be beyond 2^63; nothing else of the row depends on it."""
+    """A position beyond 2^63 affects nothing else of its row."""
     logits = torch.tensor([[0.0, 1.0]], device=device)
     seeds = torch.zeros(1, dtype=torch.int64, device=device)
     first, last = -(2**63), 2**63 - 1

@@ -1,4 +1,4 @@
-"""N-gram tries and Medusa trees against plain loops."""
+"""N-gram tries, Medusa trees and decoys equal plain loops."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def propose(history: list[int], **kwargs: object) -> tuple[list[int], list[int]]
         ([5, 5], {}, [5, 5], [-1, 0]),
         ([1, 2, 3], {}, [3], [-1]),
         ([1, 2, 3, 1], {}, [1, 2, 3, 1], [-1, 0, 1, 2]),
-        # The longer match comes first, though older; what they share is one path.
+        # The longer, older match leads; shared prefixes are one path.
         ([1, 2, 7, 8, 2, 7, 9, 1, 2], {"max_depth": 2}, [2, 7, 8, 9], [-1, 0, 1, 1]),
         ([1, 2, 7, 8, 2, 7, 9, 1, 2], {"max_depth": 2, "min_ngram": 2}, [2, 7, 8], [-1, 0, 1]),
         # The most recent first.
@@ -48,7 +48,7 @@ def propose(history: list[int], **kwargs: object) -> tuple[list[int], list[int]]
         ([1, 2, 1, 3, 1, 4, 1], {"max_nodes": 1}, [1], [-1]),
         ([1, 2, 1, 3, 1, 4, 1], {"max_depth": 0}, [1], [-1]),
         ([1, 2, 1, 3, 1, 4, 1], {"max_branches": 0}, [1], [-1]),
-        # Repetition: each older match lengthens the one path, which is no new branch.
+        # Older matches lengthen one path, adding no branch.
         ([6] * 9, {"max_branches": 1, "max_depth": 5}, [6] * 6, [-1, 0, 1, 2, 3, 4]),
         # Negative tokens separate.
         ([1, 2, -1, 3, 1, 2], {"min_ngram": 1}, [2], [-1]),
@@ -115,7 +115,7 @@ def test_rejected_predictions(device: torch.device, context: int) -> None:
     extra = rejected_predictions(trees, draft.draft_tokens, predictions, int32(accepted), context=context)
     assert extra.shape == (3, 20 * (context + 2)) and extra.dtype == torch.int64
     assert extra.tolist() == rejected_reference(draft, predictions.tolist(), accepted, context)
-    # The target's word at a rejected node is found again once the text reaches the same tokens.
+    # The target's token at a rejected node is proposed after the same tokens.
     node = 4
     history = torch.tensor([[int(tokens[1]), int(tokens[node])]])
     found = ngram_propose(history, int32([2]), max_nodes=3, max_depth=2, extra=extra[:1], min_ngram=min(context, 2))
@@ -132,7 +132,7 @@ def test_rejected_predictions_without_rows(device: torch.device) -> None:
 
 
 def test_medusa_ranks_with_gaps(backend: str) -> None:
-    """A node takes the rank that its path names, however many siblings it has."""
+    """A node has its path's rank, however many siblings exist."""
     tree = DraftTree.from_paths([[0], [4], [4, 2]])
     draft = medusa_propose(torch.arange(18.0).reshape(1, 2, 9), tree)
     assert packed_trees(draft)[0] == ([-1, 8, 4, 6], [-1, 0, 0, 2])
@@ -152,7 +152,7 @@ def test_medusa_bad_tree_values(backend: str) -> None:
 
 @pytest.mark.parametrize("max_nodes", [7, 9, 10, 40])
 def test_decoys(device: torch.device, max_nodes: int) -> None:
-    """The right tokens are the last children of each other, none at the row of its depth; -1 past a text's end."""
+    """Right tokens are each other's last children, never at their depth's row; -1 past the end."""
     texts = torch.tensor([[4, 0, 7, 2, 9], [5, 1, -1, -1, -1], [8, 8, 8, 8, 8]])
     active, depth, width = torch.tensor([True, False, True]), 3, (max_nodes - 1) // 3
     for lengths, expected in (([2, 2, 1], ([7, 2, 9], [8, 8, 8])), ([4, 1, 5], ([9, -1, -1], [-1, -1, -1]))):

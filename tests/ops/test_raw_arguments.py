@@ -1,4 +1,4 @@
-"""Each raw op looks at each of its arguments, whether the call needs it or not, and says which one is wrong."""
+"""Each raw op validates all arguments, needed or not, and names the wrong one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pagedtree._ops import ops
 
 
 def refusal(call: RawCall, **changes: Any) -> str:
-    """The argument that the op's refusal names; the call changes nothing."""
+    """Returns the argument that the error names; checks that nothing was written."""
     before = {name: t.clone() for name, t in call.tensors().items()}
     with pytest.raises(RuntimeError) as caught:
         call(**changes)
@@ -31,18 +31,18 @@ def refusal(call: RawCall, **changes: Any) -> str:
 
 @pytest.mark.parametrize("wrong", [torch.zeros(1, 1, 1, dtype=torch.complex64), torch.zeros(3, 2, 3, 2, 3, 2)], ids=str)
 def test_tensors_of_another_kind(wrong: Tensor) -> None:
-    """What nobody takes, for tensors that were given and for those that were not."""
+    """A dtype or rank that no op takes is refused, also for an optional tensor."""
     for call in raw_calls():
         for name in call.tensor_arguments():
             value = call.arguments.get(name)
             is_list = isinstance(value, list)
             answer = refusal(call, **{name: [value[0], wrong] if is_list else wrong})
-            # A tensor that was not given may be one that does without another.
+            # An added tensor may be refused for its companions.
             assert answer == (f"{name}[1]" if is_list else name) or value is None, (call.name, name, answer)
 
 
 def test_the_device_of_each_tensor() -> None:
-    """The op itself says so: a tensor without values would send the call to its fake implementation."""
+    """Direct calls, since dispatch sends meta tensors to the fake implementation."""
     dispatch = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
     for call in raw_calls():
         unnamed = []
@@ -50,11 +50,11 @@ def test_the_device_of_each_tensor() -> None:
             with pytest.raises(RuntimeError, match=r"`\w+` must be on the device|no backend for this device") as caught:
                 call.function.redispatch(dispatch, **{**call.arguments, name: t.to("meta")})
             unnamed += [] if f"`{name}`" in str(caught.value) else [name]
-        assert len(unnamed) == 1, (call.name, unnamed)  # the one where all others should be
+        assert len(unnamed) == 1, (call.name, unnamed)  # it sets the device
 
 
 def unaligned(t: Tensor) -> Tensor:
-    """The same values one byte behind the address where they might be."""
+    """Copies values one byte off alignment."""
     span = 1 + sum((size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True))
     memory = torch.frombuffer(bytearray(span * t.element_size() + 1), dtype=t.dtype, count=span, offset=1)
     memory.view(torch.uint8).copy_(t.as_strided((span,), (1,)).view(torch.uint8))
@@ -96,7 +96,7 @@ def of(name: str, **changes: Any) -> Callable[[], Any]:
     return lambda: raw_call(name)(**changes)
 
 
-FAR = 2**32 + 1  # 1 in 32 bits
+FAR = 2**32 + 1  # wraps to 1
 MESSAGES: list[tuple[str, Callable[[], Any]]] = [
     ("slot_mapping: `page_size` must be in 1..2147483647, got 0", of("slot_mapping", page_size=0)),
     ("prepare_step: `page_size` must be in 1..2147483647, got 0", of("prepare_step", page_size=0)),
@@ -136,7 +136,7 @@ def test_messages_name_what_is_wrong(message: str, call: Callable[[], Any]) -> N
 
 
 def test_slot_mapping_reads_its_offsets_last() -> None:
-    """Without total_q they say how many rows there are: sizes come first."""
+    """Without total_q offsets give the rows, so sizes are checked first."""
     table, lens, offsets = int32([[0, 1]]), int32([3]), int32([0, 3])
     assert pt.slot_mapping(table, lens, offsets, 2).tolist() == [0, 1, 2]
     for page_size in (0, -16):

@@ -1,4 +1,4 @@
-"""The gated delta rule and the short convolution on trees, against loops with a state for each node."""
+"""The gated delta rule and short convolution on trees equal loops with one state per node."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("on_device")
 
 @pytest.fixture(params=[*ISAS, "kernels"])
 def variant(request: pytest.FixtureRequest, backend: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each of the CPU's instruction sets, and the kernels of the other backends."""
+    """Each CPU instruction set, then other backends' kernels."""
     if (backend == "cpu") == (request.param == "kernels"):
         pytest.skip("instruction sets are the cpu backend's")
     if backend == "cpu":
@@ -51,7 +51,7 @@ def expect(of: Layer, *path: Tensor) -> None:
 
 @pytest.mark.parametrize("channels", [False, True], ids=["head", "channel"])
 def test_invariance(channels: bool) -> None:
-    """A node's output has the same bits whatever else is in the batch or below it in the tree."""
+    """A node's bits are independent of its batch and descendants."""
     trees = trees_of([30, 17, 4], 6)
     of = layer(trees, channels=channels, dtype=torch.bfloat16)
     out = of.run()
@@ -66,7 +66,7 @@ def test_invariance(channels: bool) -> None:
 
 @pytest.mark.parametrize("channels", [False, True], ids=["head", "channel"])
 def test_nan_goes_down_alone(channels: bool) -> None:
-    """What a node holds changes its own outputs and those below it; the bits of all others stay."""
+    """NaN reaches descendants; other nodes keep their bits."""
     trees = trees_of([40, 9], 3, reach=4)
     of, below = layer(trees, channels=channels), trees.mask[:40, 0] & (1 << 5) != 0
     out = of.run()
@@ -106,7 +106,7 @@ def test_bad_paths_write_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("channels", [False, True], ids=["head", "channel"])
 def test_eps_of_norms(variant: str, channels: bool) -> None:
-    """Rows whose squares have sums near 1e-6, the default: their norms depend on it."""
+    """Near the default 1e-6, sums of squares make norms depend on eps."""
     trees = trees_of([9, 4])
     for rows, path in ((trees, paths_to(trees, [7, 3], 9)), ([70], ())):
         of = layer(rows, channels=channels, l2norm=True)
@@ -117,7 +117,7 @@ def test_eps_of_norms(variant: str, channels: bool) -> None:
 
 @pytest.mark.parametrize("l2norm", [False, True])
 def test_transformers_gated_delta_rule(l2norm: bool) -> None:
-    """Not worse against float64 than the chunked form of transformers in the same dtype."""
+    """The error against float64 is at most 1.05 times the chunked form's of transformers in the same dtype."""
     module = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     for dtype, bound in BOUNDS.items():
         if dtype == torch.float32 != case.PLAIN:
@@ -127,7 +127,7 @@ def test_transformers_gated_delta_rule(l2norm: bool) -> None:
         q, k = (x.repeat_interleave(2, 2) for x in (q, k))
         theirs, state = module.torch_chunk_gated_delta_rule(q, k, *rest, use_qk_l2norm_in_kernel=l2norm, **options)
         expected = of.run(loops.tree_delta_rule)
-        assert error(theirs[0], expected) <= bound  # the loops mean what transformers means
+        assert error(theirs[0], expected) <= bound  # loops equal transformers
         assert error(of.run(), expected) <= 1.05 * error(theirs[0], expected) + 1e-6
         assert error(of.advance()[:1], state.double()) <= 1e-4
 
@@ -142,7 +142,7 @@ def test_transformers_kimi_delta_attention() -> None:
 
 
 def test_transformers_mamba2() -> None:
-    """q = C, k = B, v = dt x, g = dt A, no delta; the state lies as [H, Dv, Dk]."""
+    """q = C, k = B, v = dt x, g = dt A, no delta; the state is [H, Dv, Dk]."""
     module = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
     generator = seeded(3)
     x, dt = torch.randn(100, 4, 16, generator=generator), torch.rand(100, 4, generator=generator)
@@ -159,7 +159,7 @@ def test_transformers_mamba2() -> None:
 
 
 def test_torch_conv1d() -> None:
-    """The causal convolution as transformers has it: padded on the left, then silu."""
+    """transformers: padding on the left, convolution, silu."""
     x, weight, bias = torch.randn(50, 24).to(case.PLAIN), torch.randn(24, 4), torch.randn(24)
     padded = torch.nn.functional.pad(x.double().T[None], (3, 0))
     expected = torch.nn.functional.conv1d(padded, weight.double()[:, None], bias.double(), groups=24)[0].T

@@ -1,4 +1,4 @@
-"""The kernels of the CUDA backend choose themselves by sizes and strides: results do not tell which one it was."""
+"""Sizes and strides select CUDA kernels without effect on results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = (64, 1, 0, 33, 16, 8, 17, 48, 9)
 
 
 def without_words(of: Layer) -> Layer:
-    """The same states at addresses that are no multiples of 16 bytes."""
+    """Moves states off 16-byte alignment."""
     shape = of.state.shape
     state = torch.zeros(*shape[:3], shape[3] + 1)[..., 1:]
     state.copy_(of.state)
@@ -67,7 +67,7 @@ def test_lengths_and_strides_of_paths_do_not_matter(
 @pytest.mark.parametrize("with_beta", [True, False])
 @pytest.mark.parametrize("what", ["v", "k", "q"])
 def test_infinities_stay_on_their_paths(what: str, with_beta: bool) -> None:
-    """Also those in tokens that come much earlier, which are added up block by block."""
+    """Infinities of much earlier tokens, summed by blocks, stay too."""
     of = layer(trees_of([64, 20], 4, reach=12), with_beta=with_beta)
     out = of.run()
     getattr(of, what)[3, :, 5] = math.inf
@@ -82,7 +82,7 @@ def test_infinities_stay_on_their_paths(what: str, with_beta: bool) -> None:
 
 
 def test_rows_may_lie_anywhere() -> None:
-    """Keys, queries and values at addresses that are multiples of their own size alone."""
+    """Keys, queries and values may be aligned to single elements."""
     of = layer(trees_of([20, 40], 8), dims=(64, 32))
     out = of.run()
     moved = {}
@@ -95,7 +95,7 @@ def test_rows_may_lie_anywhere() -> None:
 
 
 def test_what_trees_leave_is_cleared() -> None:
-    """Rows before, between the ends and behind all trees, whatever was in memory."""
+    """Rows outside trees are zeroed, whatever memory held."""
     trees = build_trees(int32([7, 7, -1, 0, 0, -1, 0, 5, 9, 9]), int32([2, 5, 8]), max_nodes=2, max_depth=1)
     of = layer(trees, dims=(32, 72))
     for _ in range(3):

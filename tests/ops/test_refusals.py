@@ -1,6 +1,6 @@
-"""A wrong argument of a valid call and what is said of it; the verify ops: `test_verify_hostile.py`.
+"""Each wrong argument raises its message; refused calls write nothing.
 
-A refused call writes nothing. `test_calls.py` has values of no type that anything takes.
+Verify ops: `test_verify_hostile.py`; wrong types: `test_calls.py`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch import Tensor
 
 from pagedtree import DraftState, DraftTree, RequestOptions, SamplingParams, Verdict
 
-Changes = dict[str, Any]  # argument -> its new value, or a function that makes it of the valid one
+Changes = dict[str, Any]  # argument -> value, or function of the valid one
 Table = dict[str, list[tuple[Changes, str]]]
 
 
 def by_columns(t: Tensor) -> Tensor:
-    """The same values, whose last dimension is not contiguous."""
+    """Makes the last dimension non-contiguous."""
     return t.mT.contiguous().mT
 
 
@@ -41,7 +41,7 @@ def four_strides(t: Tensor) -> Tensor:
 
 
 def counts(change: Callable[[Tensor], Tensor]) -> Callable[[RequestOptions], RequestOptions]:
-    """Makes a function that changes `output_counts` of request options."""
+    """Returns a function that changes `output_counts`."""
     return lambda options: replace(options, output_counts=change(options.output_counts))
 
 
@@ -59,7 +59,7 @@ ONE, TWO = torch.ones(1), torch.ones(2)
 # A segment of 64 keys, and room for 2^23.
 SCRATCH: Changes = {"plan": lambda t: t.new_zeros(len(t) + 1), "page_table": lambda t: t.new_zeros(2**21).expand(2, -1)}
 
-# What is said of what is wrong in a call: which argument "must be" what; "..." for anything.
+# The argument and the rest of "must be ..."; "..." matches anything.
 REFUSALS: Table = {
     "tree_attention": [
         ({"q": Tensor.double}, "`q` of dtype torch.float32 or torch.float16 or ..., got torch.float64"),
@@ -395,7 +395,7 @@ REFUSALS: Table = {
 
 
 def with_value(path: tuple[int, ...], value: int) -> Callable[[Tensor], Tensor]:
-    """Makes a function that returns a copy of a tensor with another value in one place."""
+    """Returns a function that replaces one value of a copy."""
 
     def change(t: Tensor) -> Tensor:
         t = t.clone()
@@ -417,7 +417,7 @@ def path(root: int = 0, node: int = 2, num_accepted: int = 1) -> Callable[[Verdi
 
 SLOTS = [({"slots": with_value((1,), x)}, f"`slots[1]` in -1..23, got {x}") for x in (-2, 24, 2**62)]
 POSITIONS = [({"positions": with_value((1,), x)}, f"`positions[1]` in 0..8, got {x}") for x in (-1, 9, 2**62)]
-# The same for values in tensors, which are looked at under PAGEDTREE_CHECK=1.
+# Values checked under PAGEDTREE_CHECK=1.
 BAD_VALUES: Table = {
     "attention_plan": [
         ({"cu_seqlens_q": with_value((2,), 3)}, "`cu_seqlens_q` non-descending, got [0, 5, 3]"),

@@ -1,5 +1,3 @@
-"""rerank_tree: the best candidates, never an orphan."""
-
 from __future__ import annotations
 
 import math
@@ -26,7 +24,7 @@ def state_of(parents: list[list[int]], scores: list[list[float]]) -> DraftState:
         parents=torch.tensor(parents, dtype=torch.int32),
         scores=torch.tensor(scores),
         kv_index=(index + 1000).int(),
-        level_sizes=(1,) * count,  # as deep as a chain of all candidates
+        level_sizes=(1,) * count,  # depth of a chain of all
         law="topk",
     )
 

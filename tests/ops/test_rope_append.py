@@ -1,4 +1,4 @@
-"""rope_append of any columns, into a given tensor and to distant pages; `check` has rows of other shapes."""
+"""rope_append of any columns, to a given tensor, to distant pages; `check` has other shapes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from pagedtree.check.cases.rope import Rope, rope_case
     flags=st.tuples(st.booleans(), st.booleans(), st.booleans(), st.booleans()),
 )
 def test_bits(row_isa: str, device: torch.device, sizes, columns, dtype, layout, flags) -> None:
-    """Any columns, on every instruction set; k is not written."""
     (tokens, heads, kv_heads), (before, pairs, behind) = sizes, columns
     interleaved, own_angles, is_float8, in_place = flags
     angles, (cache, scale) = dtype if own_angles else "fp32", ("fp8", "head") if is_float8 else (dtype, "no")

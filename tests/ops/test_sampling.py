@@ -1,4 +1,4 @@
-"""SamplingParams and sample: the distribution, the filters, the noise, and what they must not depend on."""
+"""SamplingParams and sample: distribution, filters, noise, independence."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from pagedtree.check.cases.verification import SAMPLINGS
 
 
 def draw_many(row: Tensor, count: int, device: torch.device, **sampling) -> np.ndarray:
-    """`count` independent draws from one row, which is not copied."""
+    """Draws `count` tokens from one uncopied row."""
     rows = row.to(device).expand(count, -1)
     seeds, positions = torch.full((count,), 7, device=device), torch.arange(count, device=device)
     return sample(rows, SamplingParams(**sampling), seeds=seeds, positions=positions).cpu().numpy()
 
 
 def test_philox_known_answers():
-    # Random123's vectors for philox4x32-10.
+    # Random123's vectors of philox4x32-10.
     vectors = [
         ("00000000 00000000 00000000 00000000 00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
         ("ffffffff ffffffff ffffffff ffffffff ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
@@ -38,14 +38,14 @@ def test_philox_known_answers():
 
 @lru_cache
 def noise_of_two_tokens(count: int, vocab: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Seeds, positions, two tokens of each, their noise: tokens anywhere, and those with the rarest words."""
+    """Returns seeds, positions, token pairs and their noise: extreme noise words, then random tokens."""
     positions, words = 200_000, []
     for use in (reference.GUMBEL, reference.GUMBEL | reference.OTHERS):
         counter = np.zeros((positions, 4), dtype=np.uint32)
         counter[:, 0], counter[:, 3] = np.arange(positions), use
         words.append(reference.philox4x32(counter, np.zeros((positions, 2), dtype=np.uint32)))
     first = words[1][:, 0] >> 29
-    pairs = np.stack([first, np.where(first == 0, 1, 0)], axis=1)  # tokens of word 0 and word 1
+    pairs = np.stack([first, np.where(first == 0, 1, 0)], axis=1)  # noise words 0 and 1
     orders = np.argsort(words[0][:, 0]), np.argsort(words[1][:, 1])
     ends = np.concatenate([order[part] for order in orders for part in (slice(200), slice(-200, None))])
     anywhere = torch.rand(count, vocab, generator=torch.Generator().manual_seed(0)).topk(2).indices
@@ -58,7 +58,7 @@ def noise_of_two_tokens(count: int, vocab: int) -> tuple[Tensor, Tensor, Tensor,
 
 
 def test_noise_of_a_token(device):
-    """Two tokens whose scores differ by 1e-5: the winner gives each token's noise to that accuracy, any word of it."""
+    """The winner of scores 1e-5 apart confirms both tokens' noise to that accuracy."""
     seeds, positions, places, noise = noise_of_two_tokens(600, 1100)
     for sign, winner in ((1, 0), (-1, 1)):
         logits = torch.full((len(seeds), 1100), -math.inf)
@@ -79,7 +79,7 @@ def test_chi_square(device, draws, vocab, sampling):
 
 
 def test_seeds_and_positions_are_independent_streams(device, draws):
-    """Pairs of draws at neighbouring positions and at neighbouring seeds: all 16 pairs equally often."""
+    """Neighbouring positions or seeds draw all 16 pairs equally often."""
     count = draws(40_000)
     rows = torch.zeros(count + 1, 4, device=device)
     ascending, fixed = torch.arange(count + 1, device=device), torch.full((count + 1,), 5, device=device)
@@ -90,7 +90,7 @@ def test_seeds_and_positions_are_independent_streams(device, draws):
 
 
 def kept(row: Tensor, device: torch.device, count: int = 1000, **sampling) -> list[int]:
-    """The tokens that come up in many draws: all that the filters keep, when none is rare."""
+    """Returns tokens of many draws: all kept ones, if none is rare."""
     return sorted(set(draw_many(row, count, device, **sampling).tolist()))
 
 

@@ -1,5 +1,4 @@
-"""Rows that CUDA kernels draw ahead of the peak, from a list, or by a search for the threshold: draws and distributions
-are those of the CPU, bit for bit, whichever way a row takes."""
+"""CUDA kernels' paths (draw ahead of the peak, list, threshold search) give the CPU's bits."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from pagedtree.testing import backends, use_backend
 
 on_gpu_code = pytest.mark.parametrize("backend", [name for name in backends() if name != "cpu"], indirect=True)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-VOCAB = 4219  # does not end with a word
+VOCAB = 4219  # ends inside a word
 SAMPLINGS = [
     {"temperature": 1.3},
     {"top_p": 0.9},
@@ -30,7 +29,7 @@ SAMPLINGS = [
     {"top_k": 300, "top_p": 0.8, "temperature": 3.0, "filter_order": "joint"},
     {"top_p": 1e-6, "temperature": 0.3},
     {"top_p": 0.5, "temperature": 1e-45},
-    {"temperature": 2e-7},  # more tokens of equal rows may win than are noted
+    {"temperature": 2e-7},  # more winners than are recorded
 ]
 
 
@@ -56,7 +55,7 @@ def rows_of(vocab: int) -> dict[str, Tensor]:
         "with infinities": normal.clone(),
         "with NaN": normal.clone(),
         "one is far above": normal - 30,
-        "two are far above": normal - 30,  # of which top_p 0.5 keeps one, as integers say
+        "two are far above": normal - 30,  # top_p 0.5 keeps one, in integers
     }
     rows["mostly forbidden"][at[vocab // 50 :]] = -math.inf
     rows["with infinities"][at[:3]] = math.inf
@@ -69,7 +68,7 @@ def rows_of(vocab: int) -> dict[str, Tensor]:
 
 
 def at_address(row: Tensor, offset: int) -> Tensor:
-    """The row, `offset` numbers behind an address that is aligned for words."""
+    """Places the row `offset` elements off alignment."""
     around = torch.full((row.numel() + 16,), math.nan, dtype=row.dtype)
     around[offset : offset + row.numel()] = row
     return around[offset : offset + row.numel()]
@@ -101,7 +100,7 @@ def sample_by(backend: str, rows: Tensor, sampling: dict[str, float]) -> list[in
 @pytest.mark.skipif(simt_library() is None, reason="built without simt")
 @pytest.mark.parametrize("kind", rows_of(1))
 def test_draws_on_chip_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """By four CTAs, which exchange what they find, each of three dtypes in a third of the rows."""
+    """Four CTAs exchange results; rows have three dtypes."""
     monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "16:227:4")
     monkeypatch.setenv("PAGEDTREE_ENGINE", "wgmma")
     row = rows_of(16_512)[kind].to(DTYPES[list(rows_of(1)).index(kind) % 3])
@@ -124,7 +123,7 @@ def test_draws_on_chip_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch, kin
     ids=str,
 )
 def test_which_rows_are_left_to_another_kernel(monkeypatch, sampling, left):
-    """Those of which more than 512 tokens may be kept by top-k or top-p; what min-p alone keeps has no list."""
+    """More than 512 tokens by top-k or top-p are left; min-p alone has no list."""
     monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "1:227:1")
     monkeypatch.setenv("PAGEDTREE_ENGINE", "wgmma")
     library, launched = simt_library(), []
@@ -144,7 +143,7 @@ def test_which_rows_are_left_to_another_kernel(monkeypatch, sampling, left):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["ties", "equal", "with zeros"])
 def test_the_parts_of_a_row_add_up(device: torch.device, dtype: torch.dtype, kind: str) -> None:
-    """One row is read by a cluster of CTAs."""
+    """A cluster of CTAs reads one row."""
     row = rows_of(20011)[kind].to(dtype).expand(1, -1)
     seeds, positions = random_words(1), torch.arange(1)
     for sampling in SAMPLINGS[:7]:
@@ -159,7 +158,7 @@ def test_the_parts_of_a_row_add_up(device: torch.device, dtype: torch.dtype, kin
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["flat", "ties by quarters", "equal", "with both zeros", "mostly forbidden"])
 def test_kept_tokens_are_those_of_the_cpu(device: torch.device, dtype: torch.dtype, kind: str) -> None:
-    """Of the tokens at the threshold of top-p the first are kept: their log-probabilities tell which."""
+    """Ties at top-p's threshold keep the first tokens."""
     row = rows_of(VOCAB)[kind].to(dtype)
     order = torch.sort(row.float(), descending=True, stable=True).indices
     for sampling in ({"top_p": 0.4}, {"top_k": 900, "top_p": 0.7}):
@@ -169,7 +168,7 @@ def test_kept_tokens_are_those_of_the_cpu(device: torch.device, dtype: torch.dty
             return token_logprobs(placed(row, tokens.device).expand(len(tokens), -1), tokens, params=params)[0]
 
         with use_backend("cpu"):
-            first, end = 0, row.numel()  # of the tokens in order, the first one that is dropped
+            first, end = 0, row.numel()  # bisects to the first dropped token
             while first < end:
                 middle = (first + end) // 2
                 is_finite = logprobs(order[middle : middle + 1]).isfinite().item()

@@ -1,5 +1,3 @@
-"""select_nodes: the rows of a whole batch of trees that are most likely to be accepted."""
-
 from __future__ import annotations
 
 from itertools import pairwise
@@ -20,7 +18,7 @@ def test_a_small_batch(backend: str) -> None:
     #                        root  1    2    3 (of 1) 4 (of 2)  root 1    2
     survival = torch.tensor([1.0, 0.2, 0.7, 0.9, 0.6, 1.0, 0.5, 0.9])
     batch, node_map = select_nodes(trees, survival, 6)
-    assert node_map.tolist() == [0, 2, 4, 5, 6, 7]  # node 3 counts 0.2 and node 7 counts 0.5, as their parents do
+    assert node_map.tolist() == [0, 2, 4, 5, 6, 7]  # 3 counts 0.2, 7 counts 0.5, as their parents
     assert batch.cu_nodes.tolist() == [0, 3, 6]
     assert batch.parents.tolist() == [-1, 0, 1, -1, 0, 1] and batch.depths.tolist() == [0, 1, 2, 0, 1, 2]
     batch, node_map = select_nodes(trees, survival, 6, limit=int32([3]))
@@ -29,7 +27,7 @@ def test_a_small_batch(backend: str) -> None:
 
 
 def test_selected_trees_verify_like_trees_of_their_own(backend: str) -> None:
-    """What is kept is a batch like any other: narrow, copy_ and tree() take it."""
+    """narrow, copy_ and tree() accept the selection."""
     trees = trees_of([9, 0, 12], 6)
     batch, node_map = select_nodes(trees, torch.rand(21, generator=seeded(7)), 12)
     for b, (begin, end) in enumerate(pairwise(batch.cu_nodes.tolist())):

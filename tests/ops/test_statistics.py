@@ -1,7 +1,4 @@
-"""sample against exact distributions at a million draws; such a test sees small errors.
-
-The core suite makes the same comparisons at a few ten thousand draws, which shows errors of some percent only.
-"""
+"""A million draws reveal small errors of sample; the core suite's ten thousands, some percent."""
 
 from __future__ import annotations
 
@@ -43,21 +40,20 @@ def exact(row: Tensor, **sampling) -> np.ndarray:
 
 
 def drawn(row: Tensor, device: torch.device, count: int = COUNT, first: int = 0, **sampling) -> Tensor:
-    """The tokens at `count` neighbouring positions of one seed."""
+    """Draws at `count` consecutive positions of one seed."""
     seeds, positions = torch.full((count,), 99, device=device), torch.arange(first, first + count, device=device)
     params = SamplingParams(**sampling)
     return sample(row.to(device).expand(count, -1), params, seeds=seeds, positions=positions).cpu()
 
 
 def draw(row: Tensor, device: torch.device, **draws) -> np.ndarray:
-    """Counts how often each token comes up."""
     return np.bincount(drawn(row, device, **draws).numpy(), minlength=row.numel())
 
 
 ROWS = {
     "3 of bfloat16": row_of(3, torch.bfloat16),
     **{str(vocab): row_of(vocab) for vocab in (3, 17, 130)},
-    # Longer than the blocks that scans skip: most of them, none, and with ties at the filters' thresholds.
+    # Longer than the blocks that scans skip: most, none, and ties at thresholds.
     "peaked": torch.cat([row_of(4000) - 9, torch.arange(40) * -0.25, row_of(4001) - 9]),
     "flat": torch.zeros(3001),
     "tied": (row_of(2100) * 2).round() / 2,
@@ -71,7 +67,7 @@ def test_sample(device, row, sampling):
 
 
 def test_sample_far_tail(device):
-    """A hundred thousand tokens of 1.5e-8 each: the far end of the noise, a word in 2^26."""
+    """A hundred thousand tokens of 1.5e-8 need the noise's far end, a word in 2^26."""
     row = torch.full((100_001,), -18.0)
     row[0] = 0.0
     counts = sum(draw(row, device, count=4000, first=4000 * i) for i in range(15))
@@ -84,7 +80,7 @@ def grouped_tail() -> np.ndarray:
 
 
 def test_tokens_draw_independently(device):
-    """The winner among two tokens says nothing of the winner among two others, of the same group of noise or not."""
+    """One pair's winner says nothing about others', in its noise group or not."""
     cells, chance = torch.zeros(COUNT, dtype=torch.int64), np.ones(1)
     for tokens in ((0, 1), (2, 7), (5, 12), (9, 14)):
         row = torch.full((16,), -math.inf)
@@ -95,7 +91,7 @@ def test_tokens_draw_independently(device):
     assert excess(np.bincount(cells.numpy(), minlength=chance.size), chance) < LIMIT
 
 
-# Errors that the comparisons must see -------------------------------------------------------------------------------
+# Errors to find -------------------------------------------------------------------------------------------------------
 
 
 def test_one_draft_in_a_hundred_is_seen() -> None:

@@ -1,4 +1,4 @@
-"""token_logprobs against float64: log-probabilities, ranks with ties, the likeliest tokens, and rows of any kind."""
+"""token_logprobs equals float64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pagedtree import SamplingParams, token_logprobs
 
 
 def test_many_of_the_likeliest(device):
-    """top_n up to 1024, in order, lower ids first among equals."""
+    """top_n reaches 1024; ties order by id."""
     generator = torch.Generator().manual_seed(3001)
     logits = ((torch.randn(2, 3001, generator=generator) * 8).round() / 4).bfloat16()  # with ties
     logits[1] = 0.25
@@ -21,7 +21,7 @@ def test_many_of_the_likeliest(device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_thresholds_among_close_logits(device: torch.device, dtype: torch.dtype) -> None:
-    """A filter keeps just the k largest, also where many logits share the first digits of their order."""
+    """A filter keeps just the k largest of many with equal leading digits."""
     generator = torch.Generator().manual_seed(3)
     for vocab in (7, 100, 3000):
         rows = (torch.randn(6, vocab, generator=generator) * 3).to(device, dtype)
@@ -30,14 +30,13 @@ def test_thresholds_among_close_logits(device: torch.device, dtype: torch.dtype)
         mask = token_logprobs(rows, rows.argmax(1), params=SamplingParams(top_k=k), top_n=7)[3] > -torch.inf
         kth = rows.sort(descending=True).values.gather(1, k[:, None].long() - 1)
         assert mask.sum(1).tolist() == (rows >= kth).sum(1).clamp(max=7).tolist()
-        flat = SamplingParams(temperature=1e30, min_p=1.0)  # whose distances from the peak round to 0
+        flat = SamplingParams(temperature=1e30, min_p=1.0)  # distances round to 0
         probs = token_logprobs(rows * 1e-30, rows.argmax(1), params=flat)[0].exp()
         assert torch.allclose(probs, torch.full_like(probs, 1 / vocab))
 
 
 def test_a_threshold_among_more_logits_than_are_sorted(device: torch.device) -> None:
-    """Where the k largest are too many to be sorted, those that share the threshold's first digits are found again, and
-    among them are some that are too small to count."""
+    """Beyond the sorting limit a second pass finds logits with the threshold's leading digits, some too small."""
     generator = torch.Generator().manual_seed(3)
     rows = torch.randn(8, 131072, generator=generator).to(device) * 0.15 + 5
     k = torch.arange(270, 430, 20, dtype=torch.int32, device=device)

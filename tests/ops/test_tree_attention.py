@@ -1,4 +1,4 @@
-"""tree_attention: properties, random batches against the plain reference, exact results. Shapes: `test_cases.py`."""
+"""tree_attention: properties, random batches, exact results. Shapes: `test_cases.py`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LATENT: dict[str, Any] = {"head_dim": 576, "head_dim_v": 512, "heads": (3, 1), "
 
 @pytest.mark.parametrize("head_dim", [pytest.param(128, marks=pytest.mark.slow), 256])
 def test_sharp_softmax(target: Target, head_dim: int) -> None:
-    """Large scores: the rounding of q.k is what counts, and a long sum of products would show."""
+    """Large scores expose q.k's rounding, as by one long sum."""
     prefixes = [700, 60, 200] if target.backend == "cpu" else [250, 60, 100]
     for dtype in target.dtypes:
         case = target.case(prefixes, ["causal", BINARY, RANDOM], head_dim=head_dim, dtype=dtype).build()
@@ -33,7 +33,7 @@ def test_sharp_softmax(target: Target, head_dim: int) -> None:
     ("layout", "heads", "head_dim"), [("nhd", (18, 9), 128), ("packed", (17, 17), 64), ("sparse", (10, 5), 256)]
 )
 def test_few_rows_of_many_heads(target: Target, heads: tuple[int, int], head_dim: int, layout: str) -> None:
-    """KV heads that share a row tile, their number odd; sequences long enough to be cut between and within tiles."""
+    """An odd number of KV heads share a row tile, split between and within tiles."""
     if target.backend != "cpu":
         pytest.skip("only the cpu backend has such row tiles")
     kinds = ["causal", DraftTree([-1, 0, 0]), BINARY, "causal", "causal"]
@@ -45,7 +45,7 @@ def test_few_rows_of_many_heads(target: Target, heads: tuple[int, int], head_dim
 
 @pytest.mark.parametrize("kind", ["64", "128", "256", "latent 512", "latent 576"])
 def test_bits_do_not_depend_on_pages(target: Target, kind: str) -> None:
-    """Whole boxes of a page are copied at once where the page size allows it, else row by row."""
+    """Page size selects copies of boxes or single rows."""
     length, dtype, head_dim, latent = 300, torch.bfloat16, int(kind.split()[-1]), "latent" in kind
     generator = torch.Generator("cpu").manual_seed(head_dim)
     sides = torch.randn(1 if latent else 2, length, 1, head_dim, generator=generator, device="cpu").to(dtype)
@@ -79,7 +79,7 @@ def test_every_phase_of_the_length(target: Target, page_size: int, options: dict
     ids=["64", "128", "256", "latent"],
 )
 def test_keys_that_no_row_sees_may_hold_anything(target: Target, options: dict[str, Any]) -> None:
-    """Behind a window, and nodes of a tree that are no ancestors of its newest: NaN in the middle of the sequence."""
+    """NaN has no effect behind a window, or in nodes that are no ancestors of the newest."""
     kinds = [(RANDOM, 6), "causal", BINARY]
     for dtype in target.dtypes:
         case = target.case([300, 200, 100], kinds, dtype=dtype, **options).build(window=40)
@@ -112,9 +112,9 @@ def test_keys_that_no_row_sees_may_hold_anything(target: Target, options: dict[s
     ids=lambda options: " ".join(map(str, options.values())),
 )
 def test_non_finite_keys_change_only_rows_that_see_them(target: Target, options: dict[str, Any]) -> None:
-    """The bits of other rows are those with zeros in the slots: of refused drafts, of later tokens of a prompt."""
+    """Other rows keep the bits of zeros in slots of refused drafts and later prompt tokens."""
     whole, none = (0, 512), (0, 0)
-    poisons = [  # a sequence, a key of it, counted from its end, and the columns of K and V that overflow
+    poisons = [  # sequence, key from its end, columns of K and V that overflow
         (0, -2, none, (5, 6)),
         (0, -7, none, whole),
         (1, -5, (7, 8), none),
@@ -152,7 +152,7 @@ def test_non_finite_keys_change_only_rows_that_see_them(target: Target, options:
 
 @pytest.mark.parametrize("head_dim", [512, 576])
 def test_latent_fp8(target: Target, head_dim: int) -> None:
-    """V's scale is K's unless it is given."""
+    """V's scale defaults to K's."""
     options = {**LATENT, "head_dim": head_dim, "cache_dtype": torch.float8_e4m3fn, "poison": float("nan")}
     dtype = torch.bfloat16 if head_dim == 576 else torch.float16
     case = target.case([100, 61], [RANDOM, "causal"], dtype=dtype, **options).build()
@@ -165,7 +165,7 @@ def test_latent_fp8(target: Target, head_dim: int) -> None:
 
 @once_per_backend
 def test_views_that_are_not_latent(target: Target) -> None:
-    """V may be other columns of K's memory, or another KV head's: it is read for itself, and may have a softcap."""
+    """V in other columns of K's memory, or another head, is read separately and may have a softcap."""
     case = target.case([70, 20], [RANDOM, "causal"], head_dim=192, head_dim_v=128, heads=(4, 1)).build()
     check({**case, "v_cache": case["k_cache"][..., 64:], "softcap": 20.0})
     two = target.case([70, 20], [RANDOM, "causal"], head_dim=192, head_dim_v=128, heads=(4, 2)).build()
@@ -173,7 +173,7 @@ def test_views_that_are_not_latent(target: Target) -> None:
 
 
 def test_fp8_codes_are_exact(target: Target) -> None:
-    """One key: the output is its V row."""
+    """With one key the output is its V row."""
     codes = torch.arange(256, dtype=torch.uint8)
     codes[(codes & 0x7F) == 0x7F] = 0
     cache = codes.view(torch.float8_e4m3fn)[None, None, None]
@@ -186,7 +186,7 @@ def test_fp8_codes_are_exact(target: Target) -> None:
 
 @pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.bfloat16], ids=str)
 def test_rows_of_any_magnitude(target: Target, cache_dtype: torch.dtype) -> None:
-    """Neighbouring rows of one tile with queries far apart in size; the largest have scores beyond 2^100."""
+    """One tile's queries differ widely in size; scores exceed 2^100."""
     scale = torch.tensor(1.0) if cache_dtype == torch.float8_e4m3fn else None
     case = target.case([200, 3], [BINARY, CHAIN], dtype=torch.bfloat16, cache_dtype=cache_dtype)
     case = case.build(k_scale=scale, v_scale=scale)
@@ -214,7 +214,7 @@ def test_half_values_are_exact(target: Target) -> None:
 
 
 def test_a_mask_without_words(target: Target) -> None:
-    """Missing words are 0: nobody sees a node. A mask of no words has no memory, and still is one."""
+    """Missing words count as 0."""
     case = target.case([20, 3, 9], [BINARY, CHAIN, "causal"]).build()
     for tree_lens in (case["tree_lens"], torch.zeros_like(case["seq_lens"])):
         blank = dict(case, tree_lens=tree_lens, tree_mask=torch.zeros_like(case["tree_mask"]))
@@ -224,7 +224,7 @@ def test_a_mask_without_words(target: Target) -> None:
 
 @pytest.mark.parametrize("head_dim", [*(pytest.param(size, marks=pytest.mark.slow) for size in (64, 128)), 256])
 def test_thread_order_does_not_matter(target: Target, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bits are the same whoever joins the pieces of a row tile, and whenever."""
+    """Results have the same bits in any order of combining partial results."""
     if target.backend != "simt":
         pytest.skip("simt only")
     kinds = [BINARY, RANDOM, "causal"]
@@ -242,11 +242,10 @@ def test_thread_order_does_not_matter(target: Target, head_dim: int, monkeypatch
     "device", ["1:99:1", *(pytest.param(name, marks=pytest.mark.slow) for name in ("3:163:8", "40:99:1"))]
 )
 def test_device_does_not_matter(target: Target, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More or fewer cuts and stages, other numbers of CTAs per SM: the same within rounding, and each repeats its
-    bits."""
+    """Other splits, stages and CTAs per SM agree within rounding, each repeating its bits."""
     if target.backend != "simt":
         pytest.skip("simt only")
-    if target.variant == "wgmma":  # on Hopper only
+    if target.variant == "wgmma":  # Hopper only
         device = re.sub(":[0-9]+:", ":227:", device)
     monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", device)
     for head_dim, stored in ((64, None), (128, torch.float8_e4m3fn), (256, None)):
@@ -262,7 +261,7 @@ def test_device_does_not_matter(target: Target, device: str, monkeypatch: pytest
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_million_keys_in_a_window(target: Target, dtype: torch.dtype) -> None:
-    """2^20 keys in front of all others, which no window reaches: nothing changes but the cuts, and so the rounding."""
+    """2^20 keys before the window change only splits, and so rounding."""
     distance, page_size = 2**20, 16
     case = target.case([330, 215, 260], [BINARY, "causal", (RANDOM, 6)], dtype=dtype, poison=float("nan")).build()
     near = tree_attention(**case, window=200, return_lse=True)
@@ -276,7 +275,7 @@ def test_a_million_keys_in_a_window(target: Target, dtype: torch.dtype) -> None:
 
 
 def test_reference_on_a_known_tree() -> None:
-    """The reference itself, where the answer can be written down: root 0; 1, 2 below it; 3 below 1."""
+    """By hand: root 0; 1, 2 below it; 3 below 1."""
     words = as_words(DraftTree([-1, 0, 0, 1]).mask, 1)
     mask = reference.visible_keys(6, 4, 4, words, 0)
     assert mask.int().tolist() == [[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 1, 0], [1, 1, 1, 1, 0, 1]]

@@ -1,5 +1,3 @@
-"""tree_attention as an op: refusals, bad values."""
-
 from __future__ import annotations
 
 import copy
@@ -26,7 +24,7 @@ def small(target: Target, kind: dict[str, Any] | None = None, **options: Any) ->
 
 @once_per_backend
 def test_a_latent_cache_is_a_view_in_compiled_code(target: Target) -> None:
-    """A copy would be read twice, and might have a softcap."""
+    """A copy would be read twice and allow a softcap."""
     case = small(target, LATENT)
 
     def step(q: torch.Tensor, k: torch.Tensor, softcap: float) -> torch.Tensor:
@@ -59,7 +57,7 @@ BAD_VALUES = [
 def test_bad_values(
     target: Target, changes: dict, blamed: str | None, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unchecked: what the contract says comes out. Checked: a refusal that names the argument."""
+    """Unchecked calls follow the contract; checked ones name arguments."""
     case = small(target, options) | {name: placed(value) for name, value in changes.items()}
     out, lse = tree_attention(**case, return_lse=True)
     with torch.device("cpu"):
@@ -80,7 +78,7 @@ def test_bad_values(
 def test_bad_offsets(
     target: Target, offsets: tuple[int, ...], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Never out of bounds; rows of no sequence are padding."""
+    """Accesses stay in bounds; rows of no sequence are padding."""
     case = dict(small(target, options), cu_seqlens_q=ints(*offsets))
     tree_attention(**case)
     monkeypatch.setenv("PAGEDTREE_CHECK", "1")
@@ -100,12 +98,12 @@ def test_checked_calls_pass(target: Target, options: dict[str, Any], monkeypatch
 
 
 def test_checked_queries_need_not_be_keys(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mask over fewer keys than queries, as when a shared prefix is read: every length is right."""
+    """A mask over fewer keys than queries, as for shared prefixes, accepts all lengths."""
     monkeypatch.setenv("PAGEDTREE_CHECK", "1")
     case = dict(small(target), tree_lens=ints(0, 0), seq_lens=ints(5, 0))
     case["tree_mask"] = torch.zeros_like(case["tree_mask"])
     check(case)
-    without_new = {"tree_lens": ints(3, 0)}  # some of the seven queries among the five keys
+    without_new = {"tree_lens": ints(3, 0)}  # fewer new keys than queries
     for changes in ({"seq_lens": ints(5, -1)}, {"tree_lens": ints(0, -1)}, {"tree_lens": None}, without_new):
         with pytest.raises(ValueError, match=r"tree_attention: `seq_lens\[[01]\]` must be at least"):
             tree_attention(**{**case, **changes})
@@ -113,7 +111,7 @@ def test_checked_queries_need_not_be_keys(target: Target, monkeypatch: pytest.Mo
 
 @once_per_backend
 def test_prepared_calls_follow_their_tensors(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever becomes of what they keep, they give what the op gives, or its refusal."""
+    """A prepared call equals the op, result or error, whatever happened to tensors."""
     case = small(target)
     layer = tuple(case.pop(name) for name in ("q", "k_cache", "v_cache"))
     attend = PreparedAttention(**case)
@@ -180,7 +178,7 @@ def test_settings_that_cannot_be(
 
 
 def test_what_the_kernels_need(target: Target) -> None:
-    """A limit that the CPU does not have: rows of the cache at multiples of 16 bytes."""
+    """Cache rows are at multiples of 16 bytes."""
     if target.backend == "cpu":
         pytest.skip("the cpu backend takes any")
     case = small(target)

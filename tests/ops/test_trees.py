@@ -1,4 +1,4 @@
-"""DraftTree, TreeBatch and build_trees against plain loops."""
+"""DraftTree, TreeBatch and build_trees equal plain loops."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pagedtree.reference import tree as loops
 
 @st.composite
 def tree_parents(draw: st.DrawFn, max_nodes: int = 70) -> list[int]:
-    """Parents of a well-formed tree; 70 nodes reach a third mask word."""
+    """Draws a well-formed tree, up to a third mask word."""
     n = draw(st.integers(1, max_nodes))
     return [-1] + [draw(st.integers(0, i - 1)) for i in range(1, n)]
 
@@ -130,10 +130,10 @@ def test_chain_and_full() -> None:
 
 
 def check_batch(batch: TreeBatch, trees: list[list[int]]) -> None:
-    """The whole batch, padding included, against the plain loops."""
+    """Compares a whole batch, padding included, with plain loops."""
     linked = [loops.link(parents, batch.max_nodes, batch.max_depth) for parents in trees]
     rows = [row for tree in linked for row in tree.rows]
-    # One row more than there are, so that there is one.
+    # zip needs at least one row.
     depths, first_child, next_sibling, visible = zip(
         *rows, *[loops.PADDING] * (len(batch.parents) - len(rows)), loops.PADDING, strict=True
     )
@@ -147,11 +147,11 @@ def check_batch(batch: TreeBatch, trees: list[list[int]]) -> None:
 @pytest.mark.parametrize("reach", [2, 40, 1024])
 @pytest.mark.parametrize("max_depth", [1023, 200, 5])
 def test_large_trees(backend, device, reach: int, max_depth: int) -> None:
-    """Paths through all words of the mask: the nearer the parents, the longer they are."""
+    """Paths cross all mask words; nearer parents lengthen them."""
     draw = random.Random(reach)
     trees = [[-1] + [draw.randrange(max(i - reach, 0), i) for i in range(1, size)] for size in (1024, 33, 700)]
     for node in (150, 690):
-        trees[2][node] = node + 1  # no such link: what is below it cannot be reached
+        trees[2][node] = node + 1  # unreachable from here down
     offsets = np.cumsum([0, *map(len, trees)]).astype(np.int32)
     batch = build_trees(
         int32([parent for tree in trees for parent in tree], device),
@@ -229,7 +229,7 @@ def assert_same_batches(batch: TreeBatch, expected: TreeBatch) -> None:
     parts=st.lists(st.lists(tree_parents(40), max_size=3), min_size=1, max_size=4),
     spare=st.integers(0, 3),
 )
-@example(parts=[[[-1]], [[-1] + [0] * 69]], spare=0)  # masks of one word, and of three
+@example(parts=[[[-1]], [[-1] + [0] * 69]], spare=0)  # masks of one word and of three
 @example(parts=[[], []], spare=2)
 def test_concatenate_as_if_made_at_once(backend, device, parts, spare) -> None:
     trees = [[DraftTree(parents) for parents in part] for part in parts]

@@ -1,4 +1,4 @@
-"""verify_sampled and verify_greedy: which kernels read the rows; verify_tokens beside them."""
+"""Kernels of verify_sampled and verify_greedy; verify_tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pagedtree.testing import use_backend
      ("untested", ["walk"]), ("odd", ["walk"]), ("large", ["walk"])],
 )  # fmt: skip
 def test_which_kernels_walk(monkeypatch, case, kernels):
-    """Rows that a cluster can copy into its memory are walked there; filters are left to the other kernel."""
+    """A cluster's memory holds the rows; filtered ones go to the other kernel."""
     monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "4:99:4")
     monkeypatch.setenv("PAGEDTREE_ENGINE", "mma.sync" if case == "untested" else "wgmma")
     library, launched = simt_library(), []
@@ -42,7 +42,7 @@ def test_which_kernels_walk(monkeypatch, case, kernels):
 
 @pytest.mark.parametrize("params", [None, SamplingParams(temperature=0.7, top_p=0.9)], ids=["greedy", "top-p"])
 def test_tokens_of_another_sampler(on_device, params):
-    """Tokens of all nodes, drawn where verify_sampled draws, or argmax's: the same verdict."""
+    """Argmax tokens, or draws at verify_sampled's positions, give its verdict."""
     trees = TreeBatch.from_trees([DraftTree.full([4, 3, 2]), DraftTree.chain(5)])
     rows = len(trees.depths)
     logits, drafts = torch.randn(rows, 2) * 3, torch.arange(rows) % 2

@@ -1,4 +1,4 @@
-"""The rules that weigh target against draft: lossless by exact enumeration, and the ops decide as the rules do."""
+"""Rules that compare target with draft are lossless by enumeration; ops decide as they do."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize(("rule", "law", "tree"), LOSSLESS, ids=str)
 def test_rules_are_lossless(rule, law, tree):
-    """Total variation 0, in fractions, over every draft, every coin and every bonus."""
+    """Total variation is 0 over every draft, coin and bonus."""
     for seed in range(2):
         assert ToyPair(3, seed).error(RULES[rule][0], tree, law) == 0
 
 
-# Rules broken on purpose, and drafts that are not what a rule is told ------------------------------------------------
+# Broken rules, and drafts of another law ------------------------------------------------------------------------------
 
 
 def no_renormalisation(node, children, drafts, p, q, draft_law, below):
@@ -107,7 +107,7 @@ def test_joint_rules_accept_no_less():
 
 @pytest.mark.parametrize(("rule", "law", "tree"), LOSSLESS, ids=str)
 def test_ops_decide_as_the_rules_do(device, rule, law, tree):
-    """With injected coins on both sides of every bound: so the ops follow the rules, which follow the target."""
+    """Injected coins test both sides of every bound."""
     exact, op = RULES[rule]
     questions = Questions(3, tree)
     for seed in range(2):
@@ -128,7 +128,7 @@ def test_ops_decide_as_the_rules_do(device, rule, law, tree):
 
 
 def test_coins_stay_below_one(device):
-    """The coin of this seed is 1 - 3e-9, which a float would round to 1; where p == q every coin accepts."""
+    """This coin, 1 - 3e-9, would round to 1 in float32; where p == q every coin accepts."""
     logits = torch.full((2, 4), -math.inf, device=device)
     logits[:, 1:3] = 1.5
     drafts, trees = torch.tensor([0, 1], device=device), batch_of([[-1, 0]], device)
@@ -140,7 +140,7 @@ def test_coins_stay_below_one(device):
 @pytest.mark.parametrize("vocab", [4, 33, 2500])
 @pytest.mark.parametrize("law", ["iid", "swor"])
 def test_what_rounding_leaves_is_nothing(device, law, vocab):
-    """p == q except in their last bits, and a last draft that q cannot have drawn: the bonus comes from p itself."""
+    """Where p == q up to rounding, and q cannot have drawn the last draft, the bonus comes from p."""
     count, generator = 40, torch.Generator().manual_seed(vocab)
     logits = torch.randn(4 * count, vocab, generator=generator) * 2
     logits[:, 1] = -math.inf
@@ -184,8 +184,8 @@ FILTERS = [
 )
 @pytest.mark.parametrize("name", LISTED)
 def test_lists_of_kept_tokens(monkeypatch, name, dtype, ctas):
-    """Peaked rows, half of them with ties, all under masks and at odd addresses, are verified without the kernels over
-    whole rows, also where drafts have logits; flat ones and NaN are left to these."""
+    """Peaked rows (masked, unaligned, half with ties, drafts with logits) need no kernel over whole rows; flat rows and
+    NaN do."""
     monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", f"32:227:{ctas}")
     op, laws = LISTED[name]
     parents = [-1, 0, 1, 2] if name == "block" else [-1, 0, 0, 0, 1, 1, 5]

@@ -1,4 +1,4 @@
-"""The verify ops on malformed trees and strange values; what they refuse."""
+"""Verify ops on malformed trees and hostile values; refusals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STRANGE = [math.nan, math.inf, -math.inf, -1.0, 0.0, 0.2, 0.5, 1.0, 3e38, 1e-45]
 @given(st.integers(0, 2**32))
 @settings(max_examples=25)
 def test_hostile_values_stay_inside(device, seed):
-    """Garbage in offsets, links, parents, depths, drafts and numbers: the walk ends, and its results are in range."""
+    """Garbage in any number: the walk ends with results in range."""
     generator = torch.Generator().manual_seed(seed)
     case = good_case(device, seed % 7)
     rows, batch = len(case.drafts), len(case.seeds)
@@ -112,7 +112,7 @@ TYPICAL = ("verify_typical",)
 RATIO = ("verify_rejection", "verify_block", "verify_traversal")
 SAMPLED = ("verify_sampled", *RATIO)
 EVERY = ("verify_greedy", *SAMPLED, *TYPICAL)
-# Ops, argument, what is put in its place, what is said. Wrong types and devices: test_calls.py, test_raw_arguments.py.
+# Ops, argument, change, message. Types and devices: test_calls.py, test_raw_arguments.py.
 REFUSED: list[tuple[tuple[str, ...], tuple[str, ...], Callable[[Any], Any], str]] = [
     (EVERY, ("logits",), lambda t: t.int(), "`logits` must be of dtype torch.float32 or .*bfloat16, got torch.int32"),
     (EVERY, ("draft_tokens",), lambda t: t[:2], r"`draft_tokens` must be of shape \[8\] .*, got \[2\]"),
@@ -141,7 +141,7 @@ REFUSED: list[tuple[tuple[str, ...], tuple[str, ...], Callable[[Any], Any], str]
     (RATIO, ("coins",), lambda _: torch.zeros(9), r"`coins` must be of shape \[8\]"),
     (RATIO, ("final_coins",), lambda _: torch.zeros(3), r"`final_coins` must be of shape \[2\] .*, got \[3\]"),
     (RATIO, ("draft_params",), lambda _: SamplingParams(top_k=int32([0] * 3)), r"`draft_top_k` .* \[1\] or \[2\]"),
-    # Probabilities of drafts that were chosen without chance would bias the result.
+    # Probabilities of deterministic drafts would bias the result.
     (RATIO[:2], ("draft_law",), lambda _: "onehot", "`draft_probs` must be None"),
     (RATIO[2:], ("draft_law",), lambda _: "onehot", "`draft_law` must be"),
     (TYPICAL, ("epsilon",), lambda _: -0.1, "`epsilon` must be"),

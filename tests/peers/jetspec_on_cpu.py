@@ -1,4 +1,4 @@
-"""A pytest plugin for JetSpec's tests on a CPU: recorded CUDA graphs, nothing compiled, and its engine on our ops."""
+"""A pytest plugin that runs JetSpec's tests on a CPU: recorded graphs, no compilation, our ops."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Functions and tests of another package, taken from a source tree that the user has: `make test-peers`.
+"""Runs functions and tests from the user's source tree of another package: `make test-peers`.
 
-Single definitions are executed, with names that the caller gives in place of the package's own imports, so that nothing
-of it is imported or installed, and nothing of it is in this repository.
+Definitions run with the caller's names for the package's imports, so nothing of it is imported or stored here.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ __all__ = ["PeerSource", "refusing"]
 
 
 class PeerSource:
-    """The source tree PEER_SOURCE. Skips the test module unless PEER is `peer`."""
+    """The source tree PEER_SOURCE; skips the test module unless PEER is `peer`."""
 
     def __init__(self, peer: str) -> None:
         if os.environ.get("PEER") != peer:
@@ -28,10 +27,7 @@ class PeerSource:
         self.folder = Path(os.environ["PEER_SOURCE"])
 
     def take(self, path: str, *names: str, known: dict[str, Any]) -> dict[str, Any]:
-        """Executes the definitions `names` of a file, decorators included, where `known` are the names they use.
-
-        What they do on "cuda" is done on "cpu".
-        """
+        """Executes the definitions `names` with the globals `known`, and "cpu" for "cuda"."""
         tree = ast.parse((self.folder / path).read_text(encoding="utf-8").replace('"cuda"', '"cpu"'))
         nodes = [node for node in tree.body if names_of(node) & {*names}]
         missing = {*names}.difference(*map(names_of, nodes))
@@ -42,7 +38,7 @@ class PeerSource:
 
 
 def refusing(message: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes a test whose call our function refuses with such a message an expected failure."""
+    """Expects a failure if our function refuses with such a message."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -60,7 +56,6 @@ def refusing(message: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def names_of(node: ast.stmt) -> set[str]:
-    """What a statement at the top of a file defines."""
     if isinstance(node, ast.Assign):
         return {target.id for target in node.targets if isinstance(target, ast.Name)}
     return {name} if isinstance(name := getattr(node, "name", None), str) else set()

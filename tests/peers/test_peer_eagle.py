@@ -1,4 +1,4 @@
-"""EAGLE's own tree buffers and posterior on its published tree, against `DraftTree` and the verify ops."""
+"""EAGLE's tree buffers and posterior on its published tree, against `DraftTree` and the verify ops."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def test_greedy_posterior(seed) -> None:
 @pytest.mark.parametrize("coin", [0.02, 0.15, 0.4, 0.7, 0.95])
 @pytest.mark.parametrize("seed", range(200))
 def test_sampled_posterior(monkeypatch, seed, coin) -> None:
-    """EAGLE draws a coin for each child; one coin for a node's children is the same where it is shrunk as they are."""
+    """One coin per node equals EAGLE's coins per child if shrunk as the children are."""
     trees, tokens, logits = case(seed)
     paths = BUFFERS["retrieve_indices"]
     candidates = torch.cat([tokens, torch.tensor([-1])])[paths]
     probs, used = logits.softmax(-1), {}
 
     def draw() -> float:
-        """A coin u of the node stands for (u - before) / (1 - before) once children of `before` were refused."""
+        """Returns (u - before) / (1 - before) of the node's coin u after refused mass `before`."""
         node, before = used["node"], used["before"]
         child = used["children"].pop(0)
         p = float(probs[node, tokens[child]])

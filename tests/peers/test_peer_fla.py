@@ -1,4 +1,4 @@
-"""The tests of flash-linear-attention for recurrent kernels, on `tree_delta_rule` and `advance_state`."""
+"""flash-linear-attention's tests of recurrent kernels, on `tree_delta_rule` and `advance_state`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SOURCE = PeerSource("fla")
 
 
 def recurrent(q, k, v, *, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel=False):
-    """fla's call, [B, T, heads, dim]; its kernels normalise q and k as `l2norm` does."""
+    """Serves [B, T, heads, dim]; its kernels normalise q and k as `l2norm` does."""
     if q.shape[-1] % 8:
         pytest.xfail("Dk and Dv are multiples of 8")
     batch, rows, dtype = q.shape[0], q.shape[1], v.dtype

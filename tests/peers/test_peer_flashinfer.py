@@ -1,4 +1,4 @@
-"""The inputs and references by which FlashInfer tests its kernels (`flashinfer.trace.templates`), on the adapter."""
+"""FlashInfer's inputs and references for its kernels (`flashinfer.trace.templates`), on the adapter."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ SOURCE.take(FOLDER + "_init_helpers.py", "make_paged_kv_indices", known=KNOWN)
 
 
 def theirs(file: str, name: str) -> tuple:
-    """The functions that make a case's inputs and its expected outputs."""
+    """Returns functions of inputs and expected outputs."""
     names = f"_{name}_init", f"_{name}_reference"
     return tuple(SOURCE.take(FOLDER + file, *names, known=KNOWN).values())
 
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "flashinfer", flashinfer)  # which the functions that make inputs import
+    monkeypatch.setitem(sys.modules, "flashinfer", flashinfer)  # functions of inputs import it
 
 
 def close(out: torch.Tensor, expected: torch.Tensor) -> None:

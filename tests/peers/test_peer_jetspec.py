@@ -1,6 +1,6 @@
-"""JetSpec's own tests and its loop on `pagedtree.integrations.jetspec`, in an environment with the packages it needs.
+"""JetSpec's tests and loop on `pagedtree.integrations.jetspec`, in an environment with its packages.
 
-JetSpec has removed its tests: they come from the history of the clone PEER_SOURCE.
+JetSpec has removed its tests: the history of the clone PEER_SOURCE has them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FAIL_WITH_THEIR_OPS = {f"test_compiled_verify_hidden_matches_eager_kernel[target
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """JetSpec with its tests, of which those for GPUs run on the CPU."""
+    """Extracts JetSpec and moves its GPU tests to the CPU."""
     folder = tmp_path_factory.mktemp("jetspec")
     for commit, names in FOLDERS.items():
         packed = subprocess.run(["git", "-C", SOURCE, "archive", commit, *names], check=True, stdout=subprocess.PIPE)
@@ -52,6 +52,6 @@ def test_their_tests(tree: Path) -> None:
 
 
 def test_their_loop(tree: Path) -> None:
-    """Greedy texts are their loop's, sampled ones those of plain sampling, for drafters that are right and wrong."""
+    """Greedy texts are its loop's, sampled ones plain sampling's, for right and wrong drafters."""
     done = run(tree, ROOT / "examples" / "jetspec_loop.py")
     assert done.returncode == 0 and done.stdout.count("5 of 5 texts equal") == 4, done.stdout

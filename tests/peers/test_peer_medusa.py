@@ -1,4 +1,4 @@
-"""Medusa's own tree buffers and posterior on its published trees, against `DraftTree` and the verify ops."""
+"""Medusa's tree buffers and posterior on its published trees, against `DraftTree` and the verify ops."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHOICES = SOURCE.take("medusa/model/medusa_choices.py", *TREES, known={})
 
 
 def case(name: str, seed: int) -> tuple[dict, TreeBatch, torch.Tensor, torch.Tensor]:
-    """Medusa's buffers, our tree, tokens of which each node's first is likely, and logits."""
+    """Returns Medusa's buffers, our tree, tokens (a node's first is likely), and logits."""
     generator = torch.Generator().manual_seed(seed)
     choices = sorted(map(tuple, CHOICES[name]), key=lambda path: (len(path), path))
     buffers = THEIRS["generate_medusa_buffers"]([list(path) for path in choices], device="cpu")
@@ -51,7 +51,7 @@ def test_posterior(name, seed, temperature) -> None:
     if temperature:
         candidates = candidates.clamp(min=0)
         rows = torch.where((paths < 0)[..., None], -torch.inf, rows).nan_to_num()
-        # A padded column would be judged like a token; Medusa fills it with a token that is never likely.
+        # Medusa fills padded columns with a token that is never likely.
         candidates = torch.where(paths < 0, 39, candidates)
         logits[:, 39] = rows[..., 39] = -50
     best, length = THEIRS["evaluate_posterior"](

@@ -1,4 +1,4 @@
-"""SGLang's tests of its kernels for CPUs and of its speculation kernels, on the adapter's functions and backend."""
+"""SGLang's tests of CPU and speculation kernels, on the adapter's functions and backend."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def attend(
     q: Tensor, k_buffer: Tensor, v_buffer: Tensor, out: Tensor, req_to_token: Tensor, scale: float, logit_cap: float,
     is_cross_attention: bool, window: int, encoder_lens: Tensor | None, sinks: Tensor | None, **batch: Any,
 ) -> None:  # fmt: skip
-    """A layer of the backend over these buffers, which first get `new`: keys, values and slots of decoded tokens."""
-    if encoder_lens is not None:  # SGLang lays an encoder's rows before those of its decoder
+    """Runs a layer over these buffers, after `new` (keys, values, slots) is appended."""
+    if encoder_lens is not None:  # SGLang stores an encoder's rows before its decoder's
         places = torch.arange(req_to_token.shape[1]) + encoder_lens[:, None]
         req_to_token = req_to_token.gather(1, places.clamp(max=req_to_token.shape[1] - 1))
     latent = k_buffer.data_ptr() == v_buffer.data_ptr()
@@ -72,7 +72,7 @@ def extend_attention_cpu(
     tree_mask: Tensor | None = None,
 ) -> None:  # fmt: skip
     batch: dict[str, Any] = {"req_pool_indices": indices, "seq_lens": seq_lens, "extend_seq_lens": lens}
-    if tree_mask is not None:  # SGLang gives its backends the lengths without the tree
+    if tree_mask is not None:  # SGLang's lengths exclude the tree
         spec = SimpleNamespace(draft_token_num=longest, custom_mask=tree_mask)
         batch |= {"seq_lens": seq_lens - longest, "spec_info": spec}
     layer = scale, logit_cap, is_cross_attention, window, encoder_lens, sinks
@@ -105,7 +105,7 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
 
 
 def causal_conv1d_fwd_cpu(x, weight, bias, states, cu_seqlens, index, has_state, silu, pad_slot, is_packed):
-    """x: [B, C, T], or [C, T] with cu_seqlens."""
+    """Serves x [B, C, T], or [C, T] with cu_seqlens."""
     batch = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
     rows = x.mT.flatten(0, -2) if cu_seqlens is None else x.T
     if cu_seqlens is None:
@@ -149,11 +149,11 @@ OURS |= {"fused_sigmoid_gating_delta_rule_update_cpu": fused_sigmoid_gating_delt
 OURS |= {"store_cache_cpu": store_cache_cpu, "flash_attn_varlen_func": flash_attn_varlen}
 for name, function in OURS.items():
     setattr(torch.ops.sgl_kernel, name, function)
-sys.modules |= {"sgl_kernel": sglang, "sgl_kernel.speculative": sglang}  # imported by functions of theirs
+sys.modules |= {"sgl_kernel": sglang, "sgl_kernel.speculative": sglang}  # imported by their functions
 
 
 def parametrize(**lists: list[Any]) -> Callable[..., Any]:
-    """In place of a loop of theirs, so that each of its cases is a test."""
+    """Makes each case of their loop a test."""
 
     def keep(function: Callable[..., Any]) -> Callable[..., Any]:
         function.cases = [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
@@ -181,14 +181,13 @@ KNOWN |= {"maybe_detect_oob": lambda *args: None, "List": list}
 
 
 def everything(path: str) -> list[str]:
-    """What the file defines."""
     text = (SOURCE.folder / path).read_text(encoding="utf-8")
     names = set[str]().union(*map(names_of, ast.parse(text).body))
     return sorted(names.difference(KNOWN))
 
 
 def cases(path: str, name: str, once: str = "") -> Iterator[Any]:
-    """The cases in a class of theirs: of methods with `parametrize`, or the calls of its method `once`."""
+    """Yields cases of methods with `parametrize`, or calls of the method `once`."""
     theirs = SOURCE.take(path, *everything(path), known=KNOWN)[name]
     for method in [method for method in vars(theirs) if method.startswith("test_")]:
         test, run = theirs(method), method
@@ -231,7 +230,7 @@ def test_convolutions(test, args, kwargs) -> None:
 
 
 def trees() -> dict[str, Any]:
-    """The classes of `test_spec_kernels.py` whose kernels, all of them, are ours."""
+    """Returns the classes of `test_spec_kernels.py` whose kernels are all ours."""
     path = CPU + "test_spec_kernels.py"
     SOURCE.take("python/sglang/srt/speculative/eagle_utils.py", "organize_draft_results", known=KNOWN)
     tree = ast.parse((SOURCE.folder / path).read_text(encoding="utf-8"))

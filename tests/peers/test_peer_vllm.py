@@ -1,7 +1,6 @@
-"""The tests of vLLM's two rejection samplers on the verify ops, and of its FlashAttention on the adapter's functions.
+"""Tests of vLLM's rejection samplers on the verify ops, and of its FlashAttention on the adapter.
 
-Left out are those that ask for vLLM's own random numbers (`sample_recovered_tokens`) or for rates of acceptance that
-were chosen before ("synthetic").
+Excluded: vLLM's random numbers (`sample_recovered_tokens`) and fixed acceptance rates ("synthetic").
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def seeded() -> None:
 
 
 def chains(offsets: Tensor) -> tuple[TreeBatch, Tensor, Tensor]:
-    """Chains whose nodes begin at `offsets`; the sequence and the depth of each node."""
+    """Makes chains with nodes from `offsets`; returns each node's sequence and depth, too."""
     sizes = offsets.diff()
     sequence = torch.arange(len(sizes)).repeat_interleave(sizes)
     depth = torch.arange(int(offsets[-1])) - offsets[:-1].long()[sequence]
@@ -40,7 +39,7 @@ def chains(offsets: Tensor) -> tuple[TreeBatch, Tensor, Tensor]:
 
 
 class RejectionSampler:
-    """vLLM's class of model runner V1. The token behind all drafts comes from another sampler, which the tests mock."""
+    """Runner V1's class; tests mock the sampler of the bonus token."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
@@ -49,7 +48,7 @@ class RejectionSampler:
         counts = torch.tensor(metadata.num_draft_tokens)
         offsets = torch.nn.functional.pad((counts + 1).cumsum(0), (1, 0))
         trees, sequence, depth = chains(offsets)
-        row = torch.arange(len(depth)) - sequence  # of the draft behind the node, as there is none behind the last
+        row = torch.arange(len(depth)) - sequence  # of the draft after the node; the last has none
         row = torch.where(depth < counts[sequence], row, len(logits))
         logits = torch.cat([logits, logits.new_zeros(1, logits.shape[1])])[row]
         tokens = torch.full_like(depth, -1)
@@ -88,7 +87,7 @@ class RejectionSampler:
             lists["outputs"] = given.output_token_ids
         if given.bad_words_token_ids:
             lists["bad_words"] = [given.bad_words_token_ids.get(b) for b in range(len(given.output_token_ids))]
-        if given.allowed_token_ids_mask is not None:  # of what is not allowed
+        if given.allowed_token_ids_mask is not None:  # forbidden tokens
             lists["allowed"] = [(~row).nonzero().flatten().tolist() for row in given.allowed_token_ids_mask]
         return RequestOptions.from_lists(vocab, **lists) if lists else None
 
@@ -117,7 +116,7 @@ def rejection_sample(
     idx_mapping: Tensor, expanded_idx_mapping: Tensor, expanded_local_pos: Tensor, temperature: Tensor, seed: Tensor,
     num_speculative_steps: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """vLLM's function of model runner V2; logits are already divided by the temperature."""
+    """Runner V2's function; logits are already divided by the temperature."""
     trees, sequence, depth = chains(cu_num_logits)
     row = sequence * num_speculative_steps + depth
     drafts, params = torch.where(depth > 0, draft_sampled, -1), SamplingParams(temperature=(temperature > 0).float())

@@ -1,4 +1,4 @@
-"""A peer whose result differs would falsify the figures."""
+"""Benchmarks time no peer with another result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_a_peer_with_another_result_is_not_timed(monkeypatch):
     suite = importlib.import_module("suite")
 
     class Doubling(suite.Problem):
-        """Twice a vector."""
+        """Doubles vectors."""
 
         copies = 2
 

@@ -1,4 +1,4 @@
-"""`python -m pagedtree check`: it passes here, and planted errors do not get past it."""
+"""`python -m pagedtree check` passes, and finds planted errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if "simt" in backends():
 
 
 def public_ops() -> list[str]:
-    """Names as Case.ops has them: "tree_attention", "tree_attention.out"."""
+    """Returns names like "tree_attention.out"."""
     names = [
         name.removeprefix("pagedtree::") for name in torch._C._dispatch_get_all_op_names() if "pagedtree::" in name
     ]
@@ -43,13 +43,13 @@ def public_ops() -> list[str]:
 
 @lru_cache
 def every_case(place: Place) -> list[Any]:
-    """All rows; what is expected of each is found once for all tests."""
+    """Returns all rows with expectations cached."""
 
     def kept(case: Case | Measurement) -> Case | Measurement:
         if not isinstance(case, Case):
             return case
         expected = case.expected or (lambda: case.run(CPU))
-        if case.against.startswith("the op without"):  # which a test may have planted an error in
+        if case.against.startswith("the op without"):  # may hold a planted error
             return case
         return replace(case, loops=case.loops and lru_cache(case.loops), expected=lru_cache(expected))
 
@@ -78,7 +78,7 @@ def options(place: Place) -> list[str]:
     return ["--device", "cpu", "--backend", place.backend]
 
 
-# It passes, and has everything ----------------------------------------------------------------------------------------
+# Completeness ---------------------------------------------------------------------------------------------------------
 
 
 either_length = pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_everything_passes_on_the_cpu(capsys, tmp_path, quick):
         "the whole vocabulary on the CPU backend",
         "the op without options on logits that plain loops have processed",
     }
-    assert rows["instructions/ex2"]["status"] == NOT_APPLICABLE  # neither passed nor failed
+    assert rows["instructions/ex2"]["status"] == NOT_APPLICABLE
     assert rows["instructions/ex2"]["detail"].startswith("only on ")
 
 
@@ -128,7 +128,7 @@ def test_quick_rows_judge_every_op():
 
 
 def test_every_op_has_cases_with_loops():
-    """A new op without a case fails here: add one to the module of its family in pagedtree/check/cases."""
+    """Add a new op's case to its family in pagedtree/check/cases."""
     judged = {op for case in every_case(CPU) if isinstance(case, Case) and case.loops is not None for op in case.ops}
     assert sorted(judged) == public_ops()
     assert len({case.name for case in every_case(CPU)}) == len(every_case(CPU))
@@ -159,18 +159,18 @@ def test_every_tile_is_taken():
 
 
 def on_backend(place: Place) -> bool:
-    """Tells whether ops on CPU tensors run on the place's backend now."""
+    """Returns true while CPU tensors use the place's backend."""
     index = ops._use_backend(0)
     ops._use_backend(index)
     return backends()[index] == place.backend
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, name: str, wrong: Callable[..., Any], place: Place) -> None:
-    """Calls wrong(op, *args, **kwargs) in place of an op, where it runs on the backend of `place`."""
+    """Replaces an op on `place` by wrong(op, *args, **kwargs)."""
     packet, _, overload = name.partition(".")
 
     class Planted:
-        """Stands for the op, and for its overload."""
+        """Replaces an op and its overload."""
 
         def __init__(self, right: Any, is_wrong: bool) -> None:
             self.right, self.is_wrong = right, is_wrong
@@ -190,7 +190,7 @@ def _right(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def nudge(tensor: Tensor) -> bool:
-    """Changes the last element, or the last row of floats, by a little; False where there is none to change."""
+    """Nudges the last element, or row of floats; False if there is none."""
     if not tensor.numel():
         return False
     last = tensor[(-1,) * tensor.dim()]
@@ -207,7 +207,7 @@ def nudge(tensor: Tensor) -> bool:
 
 
 def slightly_wrong(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Nudges the last result, or what an op without a result writes: its first cache."""
+    """Nudges the last result, or an op's first written cache."""
     result = op(*args, **kwargs)
     tensors = [result] if isinstance(result, Tensor) else list(result or args[2:3])
     any(nudge(tensor) for tensor in reversed(tensors))
@@ -223,20 +223,20 @@ def first_failure(op: str, place: Place) -> Row | None:
 def test_a_slightly_wrong_op_is_found(op, place, monkeypatch):
     plant(monkeypatch, op, slightly_wrong, place)
     row = first_failure(op, place)
-    assert row is not None and re.search(r"differ|are off", row.detail)  # found by its results
+    assert row is not None and re.search(r"differ|are off", row.detail)  # by its results
 
 
-# Hints, which change no result.
+# Hints without effect on results.
 WITHOUT_EFFECT = {"plan", "max_seqlen_q", "attention_plan.tree_lens", "attention_plan.latent"}
 
 
-# Request options, of which every op has all: for most ops they are slow tests.
+# Every op has these: slow tests for most.
 OPTIONS = {*RequestOptions().tensors(), "repetition_penalty", "presence_penalty", "frequency_penalty"}
 OPS_WHOSE_OPTIONS_ARE_QUICK = {"verify_sampled", "token_logprobs", "step_shards", "commit"}
 
 
 def optional_arguments() -> Iterator[Any]:
-    """The ops, each with the defaults of its arguments."""
+    """Yields ops with their arguments' defaults."""
     for name in public_ops():
         if "." in name:
             continue
@@ -264,7 +264,7 @@ def test_arguments_that_an_op_forgets_are_found(op, defaults, monkeypatch):
     missing = set(defaults)
     for case in cases_of(op, CPU):
         arguments.clear()
-        case.run(CPU)  # says which arguments the case gives
+        case.run(CPU)  # records the case's arguments
         for forgotten in sorted(arguments & missing):
             if run_row(case, CPU).status == FAILED:
                 missing.remove(forgotten)
@@ -274,7 +274,7 @@ def test_arguments_that_an_op_forgets_are_found(op, defaults, monkeypatch):
     assert missing == set()
 
 
-# Runs, as a person sees them ------------------------------------------------------------------------------------------
+# Output for users -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -311,7 +311,7 @@ def test_an_exception_is_the_failure_of_its_row(capsys, tmp_path, monkeypatch):
     status, text = run_check(capsys, "--device", "cpu", "--only", "/1000 nodes", "--json", str(path))
     assert status == 1
     found = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
-    assert found["compact_kv/1000 nodes"]["status"] == OK  # what comes before runs, and what comes after
+    assert found["compact_kv/1000 nodes"]["status"] == OK  # rows before and after run
     row = found["prepare_step/1000 nodes"]
     assert row["status"] == FAILED and row["detail"].startswith("raised RuntimeError: CUDA error: an illegal")
     status, text = run_check(capsys, "--device", "cpu", "--only", "/no sequence")
@@ -319,7 +319,7 @@ def test_an_exception_is_the_failure_of_its_row(capsys, tmp_path, monkeypatch):
 
 
 def test_what_a_lost_device_leaves_runs_in_a_fresh_process(capsys, tmp_path, monkeypatch):
-    """As after an illegal access on a GPU, which fails whatever the process does there afterwards."""
+    """An illegal access breaks the process's later GPU work."""
     plant(monkeypatch, "prepare_step", raises, CPU)
     monkeypatch.setattr(runner, "context_is_lost", lambda place: True)
 

@@ -1,4 +1,4 @@
-"""`python -m pagedtree check`: instructions of CUDA against golden vectors."""
+"""`python -m pagedtree check`: CUDA instructions equal golden vectors."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_hopper_s_code_elsewhere_is_no_failure(monkeypatch):
     assert outcomes(SIMT) == {(OK, "")}
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-        elsewhere = Place(torch.device("cuda"), "simt")  # the device is asked for no more than its capability
+        elsewhere = Place(torch.device("cuda"), "simt")  # only its capability is queried
         assert outcomes(elsewhere) == {(NOT_APPLICABLE, "only on GPUs of compute capability 9.0")}
     monkeypatch.setattr(instructions, "library", lambda backend: object())
     assert outcomes(SIMT) == {(NOT_APPLICABLE, "this build has no code for 9.0a")}

@@ -1,4 +1,4 @@
-"""`python -m pagedtree`: the commands, and what `info` tells."""
+"""Commands of `python -m pagedtree`; `info`."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def test_the_best_isa_is_chosen_unless_one_is_forced(monkeypatch):
 
 
 def test_info_tells_the_engine(monkeypatch):
-    monkeypatch.setattr(info, "_cuda_kernels", dict)  # which takes half a second
+    monkeypatch.setattr(info, "_cuda_kernels", dict)  # takes half a second
     monkeypatch.delenv("PAGEDTREE_ENGINE", raising=False)
     if "cuda" not in backends():
         assert info.collect()["cuda_engine"] == "mma.sync (auto, without a GPU)"
@@ -95,7 +95,7 @@ def test_a_missing_extra_is_named(tmp_path, monkeypatch, capsys):
 
 
 def test_an_early_interruption_is_quiet(tmp_path):
-    """torch's import, which takes a second, has a stand-in."""
+    """A stand-in saves torch's import of a second."""
     (tmp_path / "torch.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
     path = os.pathsep.join([str(tmp_path), str(Path(pagedtree.__file__).parents[1])])
     command = [sys.executable, "-m", "pagedtree", "info"]
@@ -123,13 +123,13 @@ def test_bench_runs_a_script_with_its_arguments(tmp_path, monkeypatch, capfd):
 
 @pytest.mark.parametrize("with_folder", [False, True])
 def test_benchmarks_that_need_the_checkout_say_so_where_there_is_none(with_folder, tmp_path, monkeypatch, capfd):
-    folder = tmp_path / "pagedtree" / "benchmarks"  # as a wheel has them
+    folder = tmp_path / "pagedtree" / "benchmarks"  # as in a wheel
     folder.mkdir(parents=True)
     for path in bench.scripts().values():
         (folder / path.name).write_text("raise SystemExit(3)")
     installed = {name: folder / path.name for name, path in bench.scripts().items()}
     monkeypatch.setattr(bench, "scripts", lambda: installed)
-    if with_folder:  # without the models themselves
+    if with_folder:  # lacks the models
         target = folder.parent / "examples" / "checkpoints" / "target"
         target.mkdir(parents=True)
         (target / "config.json").write_text("{}")
@@ -149,7 +149,7 @@ def test_the_benchmarks_that_need_the_checkout_are_listed():
     for name, path in bench.scripts().items():
         reads = "examples" in path.read_text().partition('"""\n\n')[2]
         assert reads == (name in bench.OF_CHECKOUT), name
-        assert not reads or bench.missing(path) is None  # of this checkout
+        assert not reads or bench.missing(path) is None  # from this checkout
 
 
 def test_module_runs_as_a_program(monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""The programs of examples/ run."""
+"""The examples run."""
 
 import json
 import subprocess
@@ -41,7 +41,7 @@ def test_the_toy_is_exact(monkeypatch, tmp_path, capsys):
 
 
 def run_demo(monkeypatch, tmp_path, drafters):
-    """The demo on the toy's target, which has no chat template; drafters: more of them, by name."""
+    """Runs the demo on the toy's target, without a chat template, with more drafters by name."""
     import demo
     import real_model
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -1,4 +1,4 @@
-"""Findings of the fuzzer, kept as tests."""
+"""Findings of the fuzzer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ META = torch.zeros(2, dtype=torch.int32, device="meta")
 HUGE = 2**70
 TREES = pt.TreeBatch.from_trees([pt.DraftTree([-1])])
 
-# (call, its changed argument, the new value, how the message begins; None: the call returns)
+# (call, changed argument, its value, message's beginning; None: the call returns)
 FINDINGS: list[tuple[str, tuple[Any, ...], Any, str | None]] = [
     ("batch_of_trees", ("capacity",), 2**62, "capacity: expected at least 4 rows"),
     ("tree_of_paths", ("paths",), [None], "paths: expected sequences of integers"),
@@ -84,7 +84,7 @@ FINDINGS: list[tuple[str, tuple[Any, ...], Any, str | None]] = [
 
 @pytest.fixture(autouse=True)
 def group() -> Iterator[None]:
-    """Leaves no process group behind: other tests make their own."""
+    """Destroys the process group: other tests make theirs."""
     yield
     if dist.is_initialized():
         calls.ops.one_rank.cache_clear()
@@ -103,7 +103,7 @@ def test_findings(name: str, path: tuple[Any, ...], value: Any, message: str | N
 
 
 def test_nothing_beside_a_tensor_without_values() -> None:
-    """The call goes to what makes the shapes of results, which meets None in place of a tensor."""
+    """The fake implementation meets None."""
     with pytest.raises(TypeError, match="build_trees: `parents` must be a Tensor, got None"):
         pt.build_trees(None, META, max_nodes=1, max_depth=0)  # type: ignore[arg-type]
 

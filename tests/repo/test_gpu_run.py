@@ -1,4 +1,4 @@
-"""`benchmarks/gpu_run/run.sh` from its first part to its last on a CPU, simt in the GPU's place."""
+"""`benchmarks/gpu_run/run.sh` runs on a CPU, with simt as GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pagedtree.testing import backends
 from pagedtree.tools import cli
 
 ROOT = Path(__file__).resolve().parents[2]
-# Takes Python's place, where it takes seconds to start: each of its calls is written down as a line.
+# Replaces slow Python starts; logs each call as a line.
 NOTED = """#!/bin/sh
 printf '%s\\t' "$@" >> {calls}
 echo >> {calls}
@@ -24,7 +24,7 @@ echo >> {calls}
 
 
 def call(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
-    """The exit status of a Python program; pytest's own would be that of the tests which run anyway."""
+    """Returns a program's exit status; pytest runs anyway, so its test must only exist."""
     if arguments[:2] == ["-m", "pagedtree"]:
         return cli.main(arguments[2:])
     if arguments[:2] == ["-m", "pytest"]:
@@ -66,7 +66,7 @@ def test_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_wrong_step_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """bench_step ends with an error if a token is wrong, another path is accepted, or the host reads in a step."""
+    """A wrong token, another accepted path, or a host read is an error."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     bench, step = (importlib.import_module(name) for name in ("bench_step", "known_text"))
     run, draft, path = step.Step.run, step.Step.draft, tmp_path / "step.json"

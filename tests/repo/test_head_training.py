@@ -1,4 +1,4 @@
-"""examples/train_head.py: a head learns what is drafted, from a target's answers."""
+"""examples/train_head.py trains a head on a target's answers."""
 
 import json
 import shutil
@@ -44,7 +44,7 @@ def test_a_head_is_trained_reproducibly(train_head, target, tmp_path, capsys):
 
 
 def test_a_head_is_trained_as_it_drafts(train_head, target):
-    """In pass m of training, the row of a root is the state of a head that drafts m tokens behind the next token."""
+    """Training pass m gives roots the state of a head that drafts m tokens behind the next."""
     head = train_head.new_head(target, (0, 1, 2), torch.arange(0, 2048, 2), 160).requires_grad_(False)
     torch.nn.init.normal_(head.fc.weight, std=0.1)
     tokens, roots = torch.randint(2048, (1, 13)), torch.tensor([[0, 3, 7]])
@@ -66,6 +66,6 @@ def test_a_head_is_trained_as_it_drafts(train_head, target):
 
 def test_no_line_of_a_held_out_prompt_is_learnt(train_head):
     learnt = train_head.read_prompts(train_head.PROMPTS)
-    assert 270 < len(learnt) <= 288  # later versions of Python lack some of the quoted modules
+    assert 270 < len(learnt) <= 288  # later Pythons lack some modules
     lines = {line.strip() for prompt in train_head.held_out() for line in prompt.text.splitlines()}
     assert not any(len(line) > 40 and line.strip() in lines for prompt in learnt for line in prompt.splitlines())

@@ -1,4 +1,4 @@
-"""docs/integration.md: its server in a captured graph, and that its comparison finds a reader's mistakes."""
+"""docs/integration.md: its server in a captured graph; its comparison finds mistakes."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ TEST, ASSERTED = TESTED.split("\nassert ")
 
 @pytest.fixture(autouse=True)
 def whole_trees():
-    """The page shows the defaults, and its code has them."""
+    """Leaves the defaults, as the page shows."""
 
 
 def run(blocks: list[str], *changes: tuple[str, str]) -> dict[str, Any]:
-    """Runs the blocks with other code for parts of it; returns their names."""
+    """Runs the blocks with parts replaced; returns names."""
     program = "\n".join(blocks)
     for right, wrong in changes:
         assert right in program
@@ -41,12 +41,12 @@ def run(blocks: list[str], *changes: tuple[str, str]) -> dict[str, Any]:
 
 
 def served(names: dict[str, Any], **options: Any) -> list[list[int]]:
-    """The texts of the page's requests with its drafts."""
+    """Returns texts of the page's requests."""
     server = names["Tested"](names["model"], num_pages=16, params=names["sampled"], **options)
     return [request.tokens for request in names["serve"](server)]
 
 
-# By the names of the page's table.
+# Keys: names in the page's table.
 MISTAKES = {
     "no `compact_kv`": [("self.cache.compact(table, start, ", "(")],
     "seeds by place instead of request": [("[request.seed for request in requests]", "range(len(requests))")],
@@ -55,7 +55,6 @@ MISTAKES = {
 
 
 def symptoms() -> dict[str, list[str]]:
-    """The rows of the page's table."""
     section = PAGE.read_text(encoding="utf-8").partition("## Test your integration")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (.*?) \| (right|wrong) \| (right|wrong) \| (?:`(\w+)` )?\|$", section, re.MULTILINE)
     return {name: cells for name, *cells in rows}
@@ -63,7 +62,7 @@ def symptoms() -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(mistake, monkeypatch):
-    """The page's test fails, and its table says what can be seen."""
+    """The page's test fails with its table's symptoms."""
     first_tree, alone, argument = symptoms()[mistake]
     monkeypatch.delenv("PAGEDTREE_CHECK", raising=False)
     names = run([*SERVER, TEST], *MISTAKES[mistake])
@@ -96,7 +95,7 @@ def test_requests_that_cannot_be_served_are_refused_alone():
 
 
 def test_the_server_shares_and_evicts(monkeypatch):
-    """The requests of the page need it, and no check of values finds anything."""
+    """Value checks find nothing."""
     monkeypatch.setenv("PAGEDTREE_CHECK", "1")
     names = run([*SERVER, TESTED])
     shared, released = [], []
@@ -113,9 +112,9 @@ def attention(step: tuple[Any, ...], options: dict[str, Any], *layer: Any) -> An
 
 @pytest.mark.parametrize("is_right", [True, False])
 def test_the_captured_server(monkeypatch, is_right):
-    """One graph serves all steps; it does not learn of a tensor that is made anew."""
+    """One graph serves all steps, but misses a new tensor."""
     use_stand_in(monkeypatch)
-    # A replay of the stand-in calls the ops again, and a prepared call is gone by then.
+    # The stand-in replays ops after prepared calls are freed.
     monkeypatch.setattr(pt, "PreparedAttention", lambda *step, **options: partial(attention, step, options))
     anew = ("self.page_table.fill_(-1)", "self.page_table = torch.full_like(self.page_table, -1)")
     names = run([*SERVER, TESTED], *([] if is_right else [anew]))

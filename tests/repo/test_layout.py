@@ -1,5 +1,4 @@
-"""The shape of the source tree: who may include or import whom, where Torch, CUDA and the engines may be known,
-and how large it may be."""
+"""The source tree: includes and imports, places of Torch, CUDA and engines, size."""
 
 import ast
 import re
@@ -15,11 +14,11 @@ ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in (".h", ".cpp", ".cuh", ".cu"))
 
-# Folder -> folders and files that it may include; the longest matching folder counts.
+# Folder -> allowed folders and files; the longest match applies.
 ARROWS = {
     "core": {"core"},
     "cpu": {"core", "cpu"},
-    # What is compiled once per instruction set, and the headers through which the hosts call it.
+    # Compiled once per instruction set; hosts call these headers.
     "cpu/isa": {
         "core",
         "cpu/isa",
@@ -31,7 +30,7 @@ ARROWS = {
     },
     "cpu/isa/tile": {"core", "cpu/isa/tile"},
     "cuda": {"core", "cuda", "cuda/tile"},
-    "cuda/tile": {"core", "cuda/tile", "simt"},  # each instruction for the GPU, and what it means for simt
+    "cuda/tile": {"core", "cuda/tile", "simt"},  # an instruction's PTX and its simt version
     "simt": {"core", "simt"},
     "torch": {"core", "torch"},
     "bindings": {"core", "cpu", "cuda", "bindings"},
@@ -43,7 +42,7 @@ def folder_of(path: str) -> str:
 
 
 def violations(path: str, text: str) -> list[str]:
-    """Lists what the file at `path` (relative to csrc) includes and may not."""
+    """Lists forbidden includes of a file in csrc."""
     folder, wrong = folder_of(path), []
     for name in re.findall(r'#\s*include\s+"([^"]+)"', text):
         if not {name, folder_of(name)} & ARROWS[folder]:
@@ -69,7 +68,7 @@ MODULES = sorted(path for path in PYTHON.rglob("*.py"))
 ENGINES = ("transformers", "vllm", "sglang", "flashinfer", "flash_attn")
 GRAMMAR_ENGINES = ("xgrammar", "llguidance")
 
-# Folder -> what its modules may not import; the longest matching folder counts.
+# Folder -> forbidden imports; the longest match applies.
 FORBIDDEN = {
     "": ("pagedtree.generation", "pagedtree.integrations", *ENGINES, *GRAMMAR_ENGINES),
     "generation": ("pagedtree.integrations", *ENGINES, *GRAMMAR_ENGINES),
@@ -87,7 +86,7 @@ FORBIDDEN = {
 
 
 def imports(text: str) -> Iterator[str]:
-    """The modules, and the names from them, that a source imports, also within its functions."""
+    """Yields imported modules and names, also within functions."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
@@ -97,7 +96,7 @@ def imports(text: str) -> Iterator[str]:
 
 
 def forbidden_imports(path: str, text: str) -> list[str]:
-    """Lists what the file at `path` (relative to the package) imports and may not."""
+    """Lists forbidden imports of a file in the package."""
     folder = max((name for name in FORBIDDEN if not name or path.startswith(name + "/")), key=len)
     return [
         name for name in imports(text) for other in FORBIDDEN[folder] if name == other or name.startswith(other + ".")
@@ -113,7 +112,7 @@ MAKERS = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn",
 
 
 def without_dtype(text: str) -> list[str]:
-    """Lists the calls that make a tensor of the default dtype, which is the caller's to set."""
+    """Lists calls that create tensors of the caller's default dtype."""
     return [
         ast.unparse(call)
         for call in ast.walk(ast.parse(text))
@@ -133,11 +132,11 @@ def test_tensors_are_made_with_a_dtype() -> None:
 CODE = (".py", ".h", ".cpp", ".cu", ".cuh")
 BUDGET_FILE = ROOT / "tests" / "repo" / "budget.toml"
 BUDGET = {name: int(most) for name, most in re.findall(r'^"?([^"\s]+)"? = (\d+)', BUDGET_FILE.read_text(), re.M)}
-FOLDER_PARTS = {"csrc": 2, "python": 4, "tests": 2}  # so many parts of a path name a folder of the budget; else one
+FOLDER_PARTS = {"csrc": 2, "python": 4, "tests": 2}  # path parts of a folder in the budget; else one
 
 
 def tracked_texts() -> dict[str, str]:
-    """The text files that git knows, by path."""
+    """Returns git's text files by path."""
     if not (ROOT / ".git").exists():
         pytest.skip("no checkout of git")
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
@@ -147,7 +146,7 @@ def tracked_texts() -> dict[str, str]:
 
 
 def counted(texts: dict[str, str]) -> dict[str, int]:
-    """Lines of code in each folder, of code, of text; places that the formatter skips."""
+    """Counts lines by folder, of code, of text; and places that the formatter skips."""
     found = Counter({"text": sum(text.count("\n") for text in texts.values())})
     for path, text in texts.items():
         if path.endswith(CODE):
@@ -159,7 +158,7 @@ def counted(texts: dict[str, str]) -> dict[str, int]:
 
 
 def beyond(found: dict[str, int], budget: dict[str, int]) -> list[str]:
-    """What has more than the budget allows, and which folders only one of both has."""
+    """Lists counts beyond the budget, and folders that only one of both has."""
     return [name for name in sorted(found | budget) if not 0 <= found.get(name, -1) <= budget.get(name, -1)]
 
 

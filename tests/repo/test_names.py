@@ -1,4 +1,4 @@
-"""One word for each family of ops, on every floor: whoever looks for it finds all files."""
+"""One word per family of ops finds its files on every floor."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "csrc").is_dir())
 CSRC = ROOT / "csrc"
 
-# The word of each family of ops, in the names of its files or folders on every floor.
+# Each family's word in its files' or folders' names.
 FAMILIES = {
     "attention": ("tree_attention", "attention_plan", "merge_states"),
     "drafting": ("expand_tree", "rerank_tree", "ngram_propose", "medusa_propose", "best_first_tree", "select_nodes"),
@@ -38,14 +38,14 @@ def test_a_folder_holds_what_is_compiled_for_each_instruction_set() -> None:
 
 
 def files_of(floor: str) -> dict[str, str]:
-    """Path below the floor -> text."""
+    """Returns texts by path below the floor."""
     folder, suffixes = ROOT / floor, {".py", ".h", ".cpp", ".cuh", ".cu"}
     paths = (path for path in folder.rglob("*") if path.suffix in suffixes)
     return {path.relative_to(folder).as_posix(): path.read_text() for path in paths}
 
 
 def strays(family: str, op: str, files: dict[str, str]) -> list[str]:
-    """Files that implement the op, but whose path lacks the word of its family; a message if no file has both."""
+    """Lists files that implement the op without its family's word in the path; a message if none has both."""
     body = re.compile(rf"^\w[^\n;]*\b{op}\([^;{{]*\)(?: const)?\s*{{", re.MULTILINE)
     wrong = [path for path, text in files.items() if family not in path and body.search(text)]
     has_both = any(family in path and re.search(rf"\b{op}\b", text) for path, text in files.items())
@@ -66,17 +66,17 @@ def test_a_family_has_one_word_on_every_floor(floor: str) -> None:
     for family, ops in FAMILIES.items():
         for op in ops:
             if floor in ("csrc/cpu", "csrc/cuda") and op not in with_hosts:
-                continue  # a rule, or another op of the backend does it
+                continue  # a rule, or part of another op
             assert strays(family, op, files) == [], f"{op} on floor {floor}"
 
 
 def test_the_tests_of_a_family_bear_its_word_or_an_ops_name() -> None:
     names = [path for path in files_of("tests/ops") if Path(path).name.startswith("test_")]
     words = {family: (family, *ops) for family, ops in FAMILIES.items()}
-    words["shards"] = ("distributed",)  # the public package
+    words["shards"] = ("distributed",)  # the public module
     assert [family for family, of in words.items() if not any(word in name for name in names for word in of)] == []
 
 
 def test_references_bear_the_words_of_families() -> None:
     names = {Path(path).stem for path in files_of("python/pagedtree/reference")} - {"__init__"}
-    assert names <= {*FAMILIES, "options"}  # which are logits', whatever the op
+    assert names <= {*FAMILIES, "options"}  # options apply to every op

@@ -1,4 +1,4 @@
-"""What is built and shipped: the native libraries, the source archive, the wheel, the CMake package."""
+"""Native libraries, source archive, wheel and CMake package."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ print(json.dumps({"file": pagedtree.__file__, **info.collect()}))
 
 
 def run(*command: object, cwd: Path | None = None, **environment: str) -> str:
-    """The command's output; its failure shows both streams."""
+    """Returns the command's output; a failure shows both streams."""
     done = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
@@ -56,7 +56,7 @@ def run(*command: object, cwd: Path | None = None, **environment: str) -> str:
 
 
 def shared_symbols(isa: str, listing: str) -> list[str]:
-    """Lists the symbols of an instruction set's object that the linker may merge with another copy or clash with."""
+    """Lists symbols that the linker may merge, or that clash."""
     found = []
     for line in listing.splitlines():
         match = re.match(r"[0-9a-f]* +([TWVuBDRi]) (.*)", line)
@@ -67,7 +67,7 @@ def shared_symbols(isa: str, listing: str) -> list[str]:
 
 @pytest.mark.parametrize("isa", list(_C.build_info()["cpu_isas"]))
 def test_isa_objects_share_no_code(isa):
-    """A function that the linker shares could be the AVX-512 copy on a machine without it (csrc/cpu/isa.h)."""
+    """A merged function could be AVX-512 on a machine without it (csrc/cpu/isa.h)."""
     objects = sorted((OBJECTS / f"pagedtree_cpu_{isa}.dir").rglob("*.o"))
     if not objects:
         pytest.skip("not built in this checkout")
@@ -78,7 +78,7 @@ def test_isa_objects_share_no_code(isa):
 
 
 def test_backends_export_their_tables_only():
-    """simt and cuda hold the same kernels: the linker could take for one what the other exports."""
+    """simt and cuda share kernels' names, which the linker could mix up."""
     has_hopper = any(a.startswith("9.0a") for a in _C.build_info()["cuda_architectures"])
     of_simt = {f"pagedtree_simt_{name}" for name in ("set_executor", "refuse_maps", "trace", "traced")}
     loaded = {"pagedtree_backend", "pagedtree_backend_error", "pagedtree_engine_facts", "pagedtree_instructions"}
@@ -96,7 +96,7 @@ def test_backends_export_their_tables_only():
             assert found == symbols | {f"pagedtree::{name}::backend()"}
 
 
-DRIVERS = {  # (the driver's CUDA, the CUDA of the build): what is wrong
+DRIVERS = {  # (the driver's CUDA, the build's CUDA): message
     (
         12080,
         13000,
@@ -135,7 +135,7 @@ def test_the_library_asks_for_the_driver(tmp_path):
 
 
 def test_symbol_versions_stay_in_reach():
-    """A wheel made with Debian 12's GCC 12 runs on glibc 2.34, libstdc++ of GCC 11 and any libgcc_s."""
+    """A wheel from Debian 12's GCC 12 needs glibc 2.34, libstdc++ of GCC 11, any libgcc_s."""
     for path in [*PACKAGE.glob("lib/*.so"), *PACKAGE.glob("_C*.so")]:
         assert check_wheel.too_new(path) == []
 
@@ -170,7 +170,7 @@ def test_the_cpp_example_runs_against_the_cmake_package(tmp_path, capsys):
     lines = run(tmp_path / "tree_step").splitlines()
     assert lines[0] == "backend cpu" and len(lines) == 23
     assert lines[10:13] == ["a latent cache: the same", *(f"sequence {b}, no token twice: 0 1 2" for b in range(2))]
-    assert lines[16] == "row 3 convolved 0 1 0 1 0 0 0 0, read 2 2 0 1 0 0 0 0"  # its path: rows 0, 1 and 3
+    assert lines[16] == "row 3 convolved 0 1 0 1 0 0 0 0, read 2 2 0 1 0 0 0 0"  # its path: rows 0, 1, 3
     assert lines[20:] == [
         "sequence 0, its state: 2 2 0 1 0 0 0 0, its last input: 0 0 0 1 0 0 0 0",
         "sequence 1, its state: 0 0 0 0 2 2 1 0, its last input: 0 0 0 0 0 0 1 0",
@@ -184,7 +184,6 @@ def test_the_cpp_example_runs_against_the_cmake_package(tmp_path, capsys):
 
 @pytest.fixture
 def setup_py(monkeypatch) -> dict[str, Any]:
-    """The names that setup.py defines."""
     monkeypatch.setattr(setuptools, "setup", lambda **_: None)
     return runpy.run_path(str(ROOT / "setup.py"))
 
@@ -197,7 +196,7 @@ def make_program(folder: Path, name: str, text: str = "") -> Path:
 
 
 def test_the_environments_own_cmake_and_ninja_build(setup_py, tmp_path, monkeypatch):
-    """The environment's tools are used whether or not it is activated, and whatever comes first on the PATH."""
+    """The environment's tools precede the PATH, activated or not."""
     other = make_program(tmp_path, "cmake"), make_program(tmp_path, "ninja")
     monkeypatch.setenv("PATH", str(tmp_path))
     site = Path(sysconfig.get_path("purelib"))
@@ -220,7 +219,7 @@ def test_without_the_packages_cmake_and_ninja_are_those_on_the_path(setup_py, tm
 
 
 def test_a_folder_of_that_name_is_no_package(setup_py, tmp_path, monkeypatch):
-    """Such as cmake/ of the checkout, which Python takes for a package where it is the current folder."""
+    """In the checkout Python takes cmake/ for a package."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "path", [str(ROOT)])
     monkeypatch.delitem(sys.modules, "cmake", raising=False)
@@ -231,7 +230,7 @@ def test_a_folder_of_that_name_is_no_package(setup_py, tmp_path, monkeypatch):
 
 
 def configured(folder: Path, script: str, **environment: str) -> tuple[bool, str]:
-    """Whether CMake runs the script with cmake/cuda.cmake, and what it says, in one line."""
+    """Returns success and one-line output of a script with cmake/cuda.cmake."""
     if shutil.which("cmake") is None:
         pytest.skip("no CMake")
     (folder / "configure.cmake").write_text(script.format(cuda=f"include({ROOT}/cmake/cuda.cmake)"))
@@ -253,7 +252,7 @@ ARCHITECTURE_LISTS = {
     "7.0;7.5 8.6,9.0a": ("86-real|90a-real", "8.6 9.0a", "left out of the build: 7.0;7.5"),
     "7.5": ("", "", "has 7.5 only"),
     "10.0 12.0+PTX": ("100-real|120", "10.0 12.0+PTX", ""),
-    "": ("80-real|90|90a-real", "8.0 9.0+PTX 9.0a", ""),  # without a GPU: later ones translate the PTX
+    "": ("80-real|90|90a-real", "8.0 9.0+PTX 9.0a", ""),  # without a GPU: PTX serves later ones
 }
 CHOOSE = """
 set(PAGEDTREE_NVCC NOTFOUND)
@@ -280,7 +279,7 @@ def test_architectures_below_8_0_are_left_out_by_name(tmp_path, listed):
 
 
 def make_sdist(folder: Path) -> Path:
-    # The list of files is made anew: an egg-info in the checkout may name files of an older state.
+    # A new egg_info: the checkout's may be stale.
     run(sys.executable, "setup.py", "-q", "egg_info", "--egg-base", folder, "sdist", "--dist-dir", folder, cwd=ROOT)
     (archive,) = folder.glob("*.tar.gz")
     return archive
@@ -308,7 +307,7 @@ def test_sdist_holds_what_the_build_needs(tmp_path):
 
 
 def test_python_files_of_the_package_are_all_listed():
-    """pyproject.toml names the packages; a new folder must be added there, or the wheel lacks it."""
+    """The wheel would lack folders missing in pyproject.toml."""
     listed = {name.replace(".", "/") for name in re.findall(r'"(pagedtree[\w.]*)"', packages_line())}
     found = {path.parent.relative_to(ROOT / "python").as_posix() for path in PACKAGE.rglob("*.py")}
     assert found == listed
@@ -328,7 +327,7 @@ def packages_line() -> str:
 
 @pytest.mark.slow
 def test_wheel_from_sdist_installs_into_an_empty_environment(tmp_path):
-    """sdist -> wheel -> an environment that has torch and numpy only."""
+    """The environment has only torch and numpy."""
     with tarfile.open(make_sdist(tmp_path)) as tar:
         tar.extractall(tmp_path, filter="data")
     (source,) = (path for path in tmp_path.iterdir() if (path / "pyproject.toml").exists())
@@ -345,9 +344,9 @@ def test_wheel_from_sdist_installs_into_an_empty_environment(tmp_path):
     run(sys.executable, "-m", "venv", "--without-pip", environment)
     python = environment / "bin" / "python"
     (site,) = environment.glob("lib/python*/site-packages")
-    # torch and numpy are borrowed; a path in a .pth file does not bring that folder's own editable installs along.
+    # Borrows torch and numpy; .pth paths bring no editable installs.
     (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    # Without the checkout's path, whose egg-info would count as installed.
+    # The checkout's egg-info would count as installed.
     run(*pip, "--python", python, "install", "--no-index", wheel, PYTHONPATH="")
     found = json.loads(run(python, "-c", SMALL_PROGRAM, cwd=tmp_path, PYTHONPATH=""))
     assert Path(found["file"]).is_relative_to(environment)
@@ -357,7 +356,7 @@ def test_wheel_from_sdist_installs_into_an_empty_environment(tmp_path):
 
 
 def python_of_version(version: str) -> str | None:
-    """A Python of this version: on the PATH, or one of pyenv's (whose names on the PATH may lead nowhere)."""
+    """Finds a Python on the PATH or in pyenv, whose shims may be dead."""
     for path in [f"python{version}", *map(str, Path.home().glob(f".pyenv/versions/{version}.*/bin/python3"))]:
         if shutil.which(path) and subprocess.run([path, "-c", ""], capture_output=True).returncode == 0:
             return path
@@ -367,7 +366,7 @@ def python_of_version(version: str) -> str | None:
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13", "3.14"])
 def test_python_versions(version, tmp_path):
-    """`_C` compiles, links and answers under each supported Python, and every module compiles there."""
+    """`_C` compiles, links and answers, and every module compiles."""
     interpreter = python_of_version(version)
     if interpreter is None:
         pytest.skip(f"no Python {version} here")

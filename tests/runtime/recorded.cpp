@@ -1,7 +1,5 @@
-// The CUDA backend without a GPU and without CUDA's runtime: this file takes the runtime's place, under the objects
-// that nvcc made of csrc/cuda. It writes down every call, refuses what a device of the chosen kind refuses, and
-// executes no kernel. The library stands in for simt's, so that Torch's ops on CPU tensors get here. For
-// recorded_case.py.
+// Replaces CUDA's runtime under nvcc's objects of csrc/cuda, without a GPU: records every call, refuses it if such a
+// device would, executes no kernel. recorded_case.py loads it as simt, so that Torch's ops on CPU tensors reach it.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
@@ -17,7 +15,7 @@
 
 namespace {
 
-// What the caller's stream is known by; a launch on another one is at fault.
+// Identifies the caller's stream; a launch on another is a fault.
 char caller_s_stream;
 
 struct DeviceKind {
@@ -26,14 +24,14 @@ struct DeviceKind {
 
 struct Recorder {
   std::mutex mutex;
-  std::ostringstream calls;  // a line each
+  std::ostringstream calls;  // one per line
   std::vector<DeviceKind> devices;
   int device = 0;
   std::map<const void*, std::string> kernels;                // symbols
-  std::map<std::pair<int, const void*>, int> shared_bytes;   // that a kernel may ask for on a device
-  std::map<std::pair<int, const void*>, int> large_cluster;  // whether it may have more than 8 CTAs
-  int failing = -1;                                          // which of the calls to come fails; -1: none
-  cudaError_t failure = cudaErrorUnknown;                    // what it gives
+  std::map<std::pair<int, const void*>, int> shared_bytes;   // a kernel's limit on a device
+  std::map<std::pair<int, const void*>, int> large_cluster;  // more than 8 CTAs allowed
+  int failing = -1;                                          // the next failing call; -1: none
+  cudaError_t failure = cudaErrorUnknown;                    // its error
   cudaError_t last_error = cudaSuccess;
 };
 
@@ -44,7 +42,7 @@ Recorder& recorder() {
 
 const DeviceKind& device() { return recorder().devices.at(static_cast<size_t>(recorder().device)); }
 
-// Writes the call down. One that is to fail, or whose arguments are wrong, gives an error as the runtime does.
+// Records the call; returns an error if it fails or is wrong.
 template <typename... Parts>
 cudaError_t called(bool is_right, const Parts&... parts) {
   Recorder& r = recorder();
@@ -89,7 +87,7 @@ cudaError_t launched(const void* kernel, dim3 grid, dim3 block, size_t shared_by
   return called(is_right, "launch", symbol_of(kernel), sizes.str());
 }
 
-// Every op of the CUDA backend on the caller's stream, with a line that names it.
+// Runs every op of the CUDA backend on the caller's stream, after a line with its name.
 class Recorded final : public pagedtree::Backend {
  public:
   constexpr Recorded() : Backend("simt", cuda_.support, cuda_.max_option_rows) {}
@@ -121,7 +119,7 @@ class Recorded final : public pagedtree::Backend {
 
 }  // namespace
 
-// ---- what recorded_case.py calls
+// ---- for recorded_case.py
 
 #define RECORDED_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -130,18 +128,18 @@ RECORDED_EXPORT const pagedtree::Backend* pagedtree_backend() {
   return &only;
 }
 RECORDED_EXPORT const char* pagedtree_backend_error() { return ""; }
-// Adds a device, of which nothing is known yet, and returns its number; capability is 90 for 9.0.
+// Adds an unused device and returns its number; capability is 90 for 9.0.
 RECORDED_EXPORT int recorded_add_device(int capability, int num_sms, int max_shared_bytes, int largest_cluster) {
   recorder().devices.push_back({capability, num_sms, max_shared_bytes, largest_cluster});
   return static_cast<int>(recorder().devices.size()) - 1;
 }
 RECORDED_EXPORT void recorded_use_device(int number) { recorder().device = number; }
-// The call of that number from now on fails with an error; -1: none does.
+// Makes the call of this number from now fail with `error`; -1: none.
 RECORDED_EXPORT void recorded_fail(int call, int error) {
   recorder().failing = call;
   recorder().failure = static_cast<cudaError_t>(error);
 }
-// The lines since the last time, which the next call frees.
+// Returns new lines, valid until the next call.
 RECORDED_EXPORT const char* recorded_calls() {
   static std::string taken;
   taken = recorder().calls.str();
@@ -169,7 +167,7 @@ cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* host) {
   *kernel = reinterpret_cast<cudaKernel_t>(const_cast<void*>(host));
   return cudaSuccess;
 }
-unsigned __cudaPopCallConfiguration(dim3*, dim3*, size_t*, void*) { return 1; }  // nothing is launched by <<< >>>
+unsigned __cudaPopCallConfiguration(dim3*, dim3*, size_t*, void*) { return 1; }  // <<< >>> is unused
 cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3, dim3, void**, size_t, cudaStream_t) { return cudaErrorUnknown; }
 
 const char* cudaGetErrorString(cudaError_t error) { return error == cudaErrorInvalidValue ? "refused" : "planted"; }
@@ -222,7 +220,7 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* ke
   const std::lock_guard lock(recorder().mutex);
   *attributes = {};
   attributes->maxThreadsPerBlock = 1024;
-  attributes->ptxVersion = attributes->binaryVersion = device().capability;  // as of a build for all architectures
+  attributes->ptxVersion = attributes->binaryVersion = device().capability;  // as if built for all architectures
   return called(true, "cudaFuncGetAttributes", symbol_of(kernel));
 }
 cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {

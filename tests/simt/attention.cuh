@@ -1,5 +1,5 @@
-// Attention of up to 64 tree nodes over a paged context of one head: small, but with everything that goes wrong in such
-// kernels: double-buffered cp.async, a swizzle, ldmatrix, mma, an online softmax in shuffles.
+// Attention of up to 64 tree nodes over one head's paged context, with all fault-prone parts: double-buffered cp.async,
+// swizzle, ldmatrix, mma, online softmax by shuffles.
 #pragma once
 
 #include <cmath>
@@ -11,7 +11,7 @@ namespace probe {
 
 using Element = __nv_bfloat16;
 constexpr int kDim = 128, kRows = 64, kKeys = 64, kWarps = 4, kPageSize = 16;
-constexpr int kChunks = kDim / 8;  // of 16 bytes, in a row
+constexpr int kChunks = kDim / 8;  // of 16 bytes per row
 
 struct AttentionParams {
   const Element* q;      // [nodes, kDim]
@@ -31,7 +31,7 @@ struct AttentionShared {
   Element v[2][kKeys * kDim];
 };
 
-// Where chunk c of row r lies: spread over the banks.
+// Returns the offset of row r's chunk c, spread over the banks.
 __device__ inline int swizzle(int r, int c, Bug bug) {
   return (r * kChunks + (bug == Bug::kNoSwizzle ? c : c ^ (r & 7))) * 8;
 }

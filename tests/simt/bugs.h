@@ -1,4 +1,4 @@
-// The faults that the self-test plants: a kernel asks at run time which fault it must have.
+// Faults planted by the self-test at run time.
 #pragma once
 
 #include <cstdint>

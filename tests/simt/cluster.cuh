@@ -1,4 +1,4 @@
-// The sum of a vector of integers, by the CTAs of one cluster: each reads the shared memory of the others.
+// Sums integers by a cluster's CTAs, which read each other's shared memory.
 #pragma once
 
 #include "bugs.h"

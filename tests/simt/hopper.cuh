@@ -1,5 +1,5 @@
-// (Q K^T) V over pages, without a softmax: one warp loads by TMA or by cp.async, a warpgroup multiplies by wgmma,
-// mbarriers between. With cp.async, Q lies in registers.
+// (Q K^T) V over pages without softmax: a producer warp (TMA, or cp.async with Q in registers), a wgmma warpgroup,
+// mbarriers between.
 #pragma once
 
 #include "bugs.h"
@@ -12,14 +12,14 @@ constexpr uint32_t kTileBytes = kHopperKeys * 128 * 2;
 
 template <typename T>
 struct HopperParams {
-  const T *q, *k, *v;    // [64, 128], [pages, kHopperPage, 128]; for TMA, maps have them
+  const T *q, *k, *v;    // [64, 128], [pages, kHopperPage, 128]; TMA uses maps
   float* out;            // [64, 128]
   const int32_t* pages;  // [tiles * kHopperKeys / kHopperPage]
   int tiles;
   Bug bug;
 };
 
-// 128 columns are two panels of 64, which are 128 bytes wide.
+// 128 columns are two panels of 64, 128 bytes wide.
 template <typename T>
 struct HopperShared {
   alignas(1024) T q[2][64 * 64];
@@ -50,7 +50,7 @@ __device__ inline void produce(HopperShared<T>& s, const pagedtree::ptx::TensorM
   }
 }
 
-// By all lanes of the warp.
+// For all lanes of the warp.
 template <typename T>
 __device__ inline void produce_by_copies(HopperShared<T>& s, const HopperParams<T>& p) {
   namespace ptx = pagedtree::ptx;

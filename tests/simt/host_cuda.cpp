@@ -1,6 +1,5 @@
-// Gives a Torch without CUDA a device "cuda" whose memory is the host's, so that tests of the CUDA backend run where no
-// GPU is: Torch's own ops run as on the CPU, pagedtree's on simt. What a real device refuses, this one refuses too:
-// tensors of two devices in one op, and access from the host without a copy.
+// A device "cuda" in host memory, to test the CUDA backend without a GPU: Torch's ops run as on the CPU, pagedtree's on
+// simt. Like a real device it refuses ops over two devices, and host access without a copy.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
@@ -59,7 +58,7 @@ C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<DeviceType::CUDA>);
 const c10::Device kDevice(DeviceType::CUDA, 0);
 const c10::Device kHost(DeviceType::CPU);
 
-// The same memory as storage of another device; keeps `from` alive.
+// Returns the memory as another device's storage; `from` stays alive.
 DataPtr same_memory(const Storage& from, c10::Device device) {
   return {from.mutable_data(), new Storage(from), [](void* held) { delete static_cast<Storage*>(held); }, device};
 }
@@ -75,7 +74,7 @@ Storage storage_over(const Storage& from, c10::Device device) {
                                                   same_memory(from, device), at::getCPUAllocator(), true));
 }
 
-// A call of one of Torch's ops whose tensors are, or will be, on the device.
+// A call of a Torch op with tensors on the device.
 class HostCall {
  public:
   HostCall(const c10::OperatorHandle& op, Stack* stack) : op_(op), stack_(stack) {}
@@ -137,7 +136,7 @@ class HostCall {
     }
   }
 
-  // What an op did to sizes and storage of an argument (out=, resize_).
+  // Repeats an op's changes of sizes and storage (out=, resize_).
   static void follow(const at::Tensor& on_device, const at::Tensor& on_host) {
     StorageImpl* storage = on_device.storage().unsafeGetStorageImpl();
     if (on_host.storage().data() != storage->data()) {
@@ -179,11 +178,11 @@ class HostCall {
 
   const c10::OperatorHandle& op_;
   Stack* stack_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> pairs_;  // on the device, and over the same memory on the host
+  std::vector<std::pair<at::Tensor, at::Tensor>> pairs_;  // on device and host, over one memory
   std::vector<at::Tensor> others_;                        // arguments on the host
   at::DeviceGenerator* generator_ = nullptr;
   bool first_is_ours_ = false;
-  std::optional<DeviceType> named_;  // the device that an argument `device` names
+  std::optional<DeviceType> named_;  // by an argument `device`
 };
 
 void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
@@ -191,7 +190,7 @@ void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
   HostCall(op, stack).run();
 }
 
-// Ops that Torch registers once for all devices; their kernels find the device's part by themselves.
+// Ops that Torch registers once for all devices; their kernels dispatch by device.
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   for (const char* name : {"copy_"}) m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
 }
@@ -200,7 +199,7 @@ TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFun
 
 }  // namespace
 
-// What pagedtree needs from a Torch with CUDA (csrc/torch/dispatch.cpp).
+// Stands for a Torch with CUDA (csrc/torch/dispatch.cpp).
 extern "C" __attribute__((visibility("default"))) int32_t aoti_torch_get_current_cuda_stream(int32_t, void** stream) {
   *stream = nullptr;
   return 0;

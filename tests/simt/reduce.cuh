@@ -1,4 +1,4 @@
-// The sum of a vector of integers: shuffles, shared memory, then one CTA adds the partial sums of all.
+// Sums integers: shuffles, shared memory, then one CTA adds all partial sums.
 #pragma once
 
 #include "bugs.h"
@@ -21,10 +21,10 @@ struct ReduceShared {
   unsigned warps[kReduceThreads / 32];
 };
 
-// To be called by all threads of the CTA. True for the last of `count` CTAs to arrive at `counter`; what all of them
-// wrote before is then visible to its threads. The counter starts at 0 and is 0 again after the last one.
+// Returns true in the last of `count` CTAs to arrive at `counter`, which then sees all CTAs' earlier writes. For all
+// threads of a CTA. The counter starts at 0, where the last CTA resets it.
 __device__ __forceinline__ bool arrive_is_last(unsigned* counter, unsigned count) {
-  // The barrier puts what all threads wrote before the first one's release, and its acquire before what they read.
+  // Orders all writes before the release, and the acquire before all reads.
   __syncthreads();
   const bool first_thread = threadIdx.x == 0 && threadIdx.y == 0 && threadIdx.z == 0;
   const bool is_last = first_thread && pagedtree::ptx::fetch_add(counter, 1) == count - 1;

@@ -1,11 +1,9 @@
-// Shows that simt finds the faults that it is made for: runs small kernels, correct or with one planted bug, and checks
-// their results.
+// Runs small kernels, correct or with one planted bug, to prove that simt finds them.
 //
-//   simt_selftest list                    the names of the bugs
+//   simt_selftest list                    names the bugs
 //   simt_selftest NAME forward|reverse|random:SEED
 //
-// exits with 0 where nothing was noticed and 1, with "CAUGHT: ..." in its last line, where the machine or a wrong
-// result gave the bug away; a sanitizer that finds it first ends the program by itself.
+// Exit status 0: nothing found; 1: simt or a wrong result revealed the bug ("CAUGHT: ..."). Sanitizers end the program.
 #include <algorithm>
 #include <bit>
 #include <cstdio>
@@ -80,7 +78,7 @@ T rounded(float x) {
   }
 }
 
-// Not `error > limit`: NaN is wrong too.
+// `error > limit` would accept NaN.
 void expect_below(double error, double limit, const char* kernel) {
   if (!(error < limit)) throw Error(std::string("wrong result of ") + kernel + ": error " + std::to_string(error));
 }
@@ -101,14 +99,14 @@ void run_attention(Bug bug, int context, int nodes) {
   std::vector<Element> k(static_cast<size_t>(pool) * kPage, std::bit_cast<Element>(uint16_t{0xffff})), v = k, out = q;
   std::vector<int32_t> ids(static_cast<size_t>(pool));
   for (int i = 0; i < pool; ++i) ids[static_cast<size_t>(i)] = i;
-  std::shuffle(ids.begin(), ids.end() - 1, random);  // the last page stays that of another sequence
+  std::shuffle(ids.begin(), ids.end() - 1, random);  // the last page is another sequence's
   const std::vector<int32_t> pages(ids.begin(), ids.begin() + used);
   const auto row_of = [&](int key) {
     return (static_cast<size_t>(pages[static_cast<size_t>(key / kPageSize)]) * kPageSize +
             static_cast<size_t>(key % kPageSize)) *
            kDim;
   };
-  for (int key = 0; key < keys; ++key) {  // what lies after the last key stays NaN
+  for (int key = 0; key < keys; ++key) {  // NaN stays behind the last key
     const auto k_row = random_elements(kDim, random), v_row = random_elements(kDim, random);
     std::copy(k_row.begin(), k_row.end(), k.begin() + static_cast<std::ptrdiff_t>(row_of(key)));
     std::copy(v_row.begin(), v_row.end(), v.begin() + static_cast<std::ptrdiff_t>(row_of(key)));
@@ -116,7 +114,7 @@ void run_attention(Bug bug, int context, int nodes) {
   std::vector<uint64_t> sees(static_cast<size_t>(nodes));
   for (size_t i = 0; i < sees.size(); ++i) sees[i] = uint64_t{1} << i | (i > 0 ? sees[random() % i] : 0);
 #if defined(__SANITIZE_ADDRESS__)
-  for (size_t i = static_cast<size_t>(used); i < ids.size(); ++i) {  // pages of other sequences
+  for (size_t i = static_cast<size_t>(used); i < ids.size(); ++i) {  // other sequences' pages
     for (auto* pool_data : {k.data(), v.data()}) {
       __asan_poison_memory_region(pool_data + static_cast<size_t>(ids[i]) * kPage, kPage * sizeof(Element));
     }
@@ -229,7 +227,7 @@ void run_hopper(Bug bug) {
 void run(Bug bug) {
   const bool all = bug == Bug::kNone;
   if (all || bug < Bug::kNoReductionBarrier) {
-    // A tail in the first tile, in the last tile, at a tile's end, and a table that ends inside a tile.
+    // Tails in the first tile, the last, at a tile's end; a table that ends inside a tile.
     for (const int context : {40, 300, 240, 3}) run_attention(bug, context, 16);
   }
   if (all || (bug >= Bug::kNoReductionBarrier && bug < Bug::kNoClusterStart)) run_reduce(bug);

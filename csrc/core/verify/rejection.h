@@ -1,12 +1,12 @@
-// Rejection sampling along a draft tree: token by token (Leviathan et al., ICML 2023; Chen et al., 2023), several
-// siblings in turn (SpecInfer, ASPLOS 2024; without replacement: Sequoia, NeurIPS 2024).
+// Rejection sampling along a draft tree: single drafts (Leviathan et al., ICML 2023; Chen et al., 2023), siblings in
+// turn (SpecInfer, ASPLOS 2024; without replacement: Sequoia, NeurIPS 2024).
 #pragma once
 
 #include "core/verify/rules.h"
 
 namespace pagedtree {
 
-// For children that were drawn, each with its own coin. Returns the accepted child, -1 if none.
+// Judges drawn children, each with a separate coin. Returns the accepted child or -1.
 template <typename Rows>
 PT_HOST_DEVICE int32_t judge_in_turn(const RatioParams& p, TreeWalk& walk, Rows& rows,
                                      const NodeDistributions& distributions, int64_t position, Residual& left) {
@@ -25,7 +25,7 @@ PT_HOST_DEVICE int32_t judge_in_turn(const RatioParams& p, TreeWalk& walk, Rows&
   return -1;
 }
 
-// For children that were not drawn. They share the node's coin: each has an interval as long as its probability.
+// Judges children that were not drawn; intervals of their probabilities share a coin. Returns the accepted child or -1.
 template <typename Rows>
 PT_HOST_DEVICE int32_t judge_exclusive(const RatioParams& p, TreeWalk& walk, Rows& rows,
                                        const NodeDistributions& distributions, int64_t position, Residual& left) {

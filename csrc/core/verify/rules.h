@@ -1,23 +1,22 @@
-// What the rules that weigh the target's distribution against the draft's have in common. They are written once, as
-// templates over a backend's `Rows`, which reads the rows and scans them. On CUDA all threads of one or more CTAs run a
-// walk together: all of them compute the same, and one of them writes.
+// Common parts of the rules that compare target and draft distributions: templates over a backend's `Rows`, which scans
+// rows. On CUDA all threads of one or more CTAs execute a walk: all compute the same, one writes.
 //
-// - leads(): whether this thread writes the results
-// - leads_cta(): whether this thread writes distributions() and accepted_nodes(), of which each CTA has its own
-// - sync(): waits until all threads have read what was written before, and may read what is written now
-// - begin(walk), finish(walk): make the walk ready, and write its end
-// - distributions(): room for the NodeDistributions at one node; accepted_nodes(): for verify_typical
-// - open(p, b, row, with_draft, d): finds the distributions d at a node; no token is tried, as after sums(d, 0)
-// - open_again(p, b, row): makes the row of known distributions readable again, after other rows were open
-// - target(d, token), draft(d, token): the mass under the target, the probability under the draft
+// - leads(): true for the thread that writes results
+// - leads_cta(): true for the thread that writes its CTA's distributions() and accepted_nodes()
+// - sync(): orders their reads and writes between threads
+// - begin(walk), finish(walk): prepare the walk, and write its end
+// - distributions(): of one node; accepted_nodes(): for verify_typical
+// - open(p, b, row, with_draft, d): computes a node's distributions d; clears tried tokens, as after sums(d, 0)
+// - open_again(p, b, row): makes a row with known distributions readable again
+// - target(d, token): mass; draft(d, token): probability
 // - residual(d, c, token): max(target - c * draft, 0)
 // - sums(d, c): MassSums over all tokens, in the order of MassTable
-// - draw(d, c, u): the first token whose cumulative residual exceeds u times the whole; sums(d, c) must come before
-// - entropy(d): entropy of the target's distribution, in nats
+// - draw(d, c, u): first token whose cumulative residual exceeds u times the total; requires sums(d, c) before
+// - entropy(d): the target's, in nats
 // - mark_tried(token), clear_tried(), is_tried(token)
 //
-// Tried tokens count as 0 in sums and draws. Where children were drawn, this holds for tokens with a probability under
-// the draft's distribution (nothing is left of them, see Residual); under kOneHot, for all tried tokens.
+// Tried tokens count as 0 in sums and draws: under kOneHot all, else those with a draft probability, which have no
+// residual left (see Residual).
 #pragma once
 
 #include "core/sampling.h"
@@ -25,39 +24,37 @@
 
 namespace pagedtree {
 
-// How a node's children were chosen: drawn independently, drawn without replacement, or not drawn at all.
 enum class DraftLaw : int32_t { kIid, kSwor, kOneHot };
 
 struct TraversalFrame;  // core/verify/traversal.h
 
-// Verification that weighs the target's distribution against the draft's.
 struct RatioParams {
   VerifyParams verify;
-  LogitsParams draft;             // [M, V] the distributions that children were drawn from; data null under kOneHot
+  LogitsParams draft;             // [M, V] distributions of the draws; data null under kOneHot
   SamplingParams draft_sampling;  // of B; temperature null: `draft` holds probabilities, else logits
-  Integers draft_rows;            // [N] the row of `draft` for a node's children, data null: row n
+  Integers draft_rows;            // [N] row of `draft` for a node's children; data null: row n
   const float* coins;             // [N] or null
   const float* final_coins;       // [B] or null
-  TraversalFrame* frames;         // [B, max_depth + 1] scratch, verify_traversal's
+  TraversalFrame* frames;         // [B, max_depth + 1] scratch of verify_traversal
   DraftLaw law;
-  float epsilon, delta;  // verify_typical's
+  float epsilon, delta;  // of verify_typical
 };
 
 struct NodeDistributions {
   RowDistribution target;
-  double total;           // of the target's masses
+  double total;           // sum of the target's masses
   RowDistribution draft;  // row.logits null: no mass
   bool draft_is_probs;
-  double draft_unit;      // a draft's probability is its mass times this
-  int64_t root_position;  // of the sequence; here because walks on a GPU lack the registers to read it again
+  double draft_unit;      // draft's probability / mass
+  int64_t root_position;  // here because GPU walks lack registers to read it again
 };
 
 struct MassSums {
   double residual = 0.0;
-  double draft = 0.0;  // probability of all tokens but the tried; not summed if c is 0
+  double draft = 0.0;  // probability of untried tokens; not summed if c is 0
 };
 
-// The draft's masses times this factor are subtracted from the target's masses.
+// Returns the factor of the draft's masses in the residual.
 PT_HOST_DEVICE float draft_factor(const NodeDistributions& distributions, double c) {
   return static_cast<float>(min_of(c * distributions.draft_unit, static_cast<double>(kMaxFloat)));
 }
@@ -69,7 +66,7 @@ PT_HOST_DEVICE typename M::Float residual_mass(typename M::Float target, typenam
   return M::select(left > 0.0f, left, M::splat(0.0f));
 }
 
-// The row of `draft` with the distribution that the children at `row` were drawn from; -1 if it is out of range.
+// Returns -1 if out of range.
 PT_HOST_DEVICE int64_t draft_index_of(const RatioParams& p, int64_t row) {
   const int64_t at = p.draft_rows.data == nullptr ? row : integer_at(p.draft_rows, row);
   return at >= 0 && at < p.draft.num_rows ? at : -1;
@@ -79,15 +76,14 @@ PT_HOST_DEVICE LogitRow draft_row_of(const RatioParams& p, int64_t row) {
   return at >= 0 ? logit_row(p.draft, at) : LogitRow{};
 }
 
-// How the masses of a block are added: token t goes to the partial sum t % kMassSums; then partial sums i and i + half
-// are added, for half = kMassSums / 2 down to 1. Floats suffice, because the masses are not more exact.
+// Addition in a block: token t goes to partial sum t % kMassSums; then partial sums i and i + half are added, for half
+// = kMassSums / 2 down to 1. Floats suffice, since masses are no more exact.
 constexpr int kMassBlock = 1024;
 constexpr int kMassSums = 128;
 constexpr int kMassRadix = 32;
 constexpr int kMaxMassBlocks = kMaxVocab / kMassBlock;
 constexpr int kMaxMassGroups = kMaxMassBlocks / kMassRadix;
 
-// The masses of a block's tokens.
 struct MassBlock {
   float target[kMassBlock];
   float draft[kMassBlock];
@@ -101,12 +97,12 @@ PT_HOST_DEVICE double sum_in_order(const T* masses, int32_t count) {
   return sum;
 }
 
-// Finds the first mass at which the cumulative sum exceeds `bound`, going down one level of sums after the other.
+// Finds the first mass at which the cumulative sum exceeds `bound`, level by level.
 struct MassSearch {
   double bound;
-  double before = 0.0;  // the sum of the masses before the one that was picked last
+  double before = 0.0;  // sum before the last picked mass
 
-  // The index of that mass. If there is none, since rounding may make a sum less than its parts, of the last above 0.
+  // Returns its index; the last positive mass if rounding made the sum smaller than its parts.
   template <typename T>
   PT_HOST_DEVICE int pick(const T* masses, int32_t count) {
     int picked = 0;
@@ -124,7 +120,7 @@ struct MassSearch {
   }
 };
 
-// The sums of a row's blocks, and of groups of kMassRadix blocks, added in order.
+// Sums of a row's blocks and of groups of kMassRadix blocks, added in order.
 struct MassTable {
   float blocks[kMaxMassBlocks];
   double groups[kMaxMassGroups];
@@ -146,17 +142,16 @@ struct MassTable {
   }
 };
 
-// The entropy, in nats, of masses m whose sum is `total` and whose sum of m log m is `terms`.
+// Returns the entropy in nats, given total = sum of m and terms = sum of m log m.
 PT_HOST_DEVICE double entropy_of(double total, double terms) {
   return static_cast<double>(log_exact<ScalarMath>(static_cast<float>(total))) - terms / total;
 }
 
-// A set of at most kMaxTreeNodes tokens, ascending.
+// Sorted set of at most kMaxTreeNodes tokens.
 struct TriedTokens {
   int32_t* ids;
   int32_t size = 0;
 
-  // The index of the first token that is not below `token`.
   PT_HOST_DEVICE int32_t lower_bound(int32_t token) const {
     int32_t low = 0, high = size;
     while (low < high) {
@@ -183,17 +178,17 @@ struct TriedTokens {
   }
 };
 
-// The position of the root of sequence b; 0 where nothing is drawn.
+// Returns 0 without positions, where nothing is drawn.
 PT_HOST_DEVICE int64_t root_position_of(const VerifyParams& p, int64_t b) {
   return p.positions.data == nullptr ? 0 : integer_at(p.positions, b);
 }
 
-// The position at `depth` below the root, wrapping as integers do.
+// Wraps around like integers.
 PT_HOST_DEVICE int64_t position_at(int64_t root, int32_t depth) {
   return static_cast<int64_t>(static_cast<uint64_t>(root) + static_cast<uint64_t>(int64_t{depth}));
 }
 
-// The caller's coin for `row`; without coins of the caller, number `index` of those drawn at `position`.
+// Returns the caller's coin, else coin `index` drawn at `position`.
 PT_HOST_DEVICE double coin_of(const RatioParams& p, int64_t b, int64_t row, int64_t position, int32_t index) {
   if (p.coins != nullptr) return static_cast<double>(p.coins[row]);
   const uint64_t seed = static_cast<uint64_t>(p.verify.seeds[b]);
@@ -205,33 +200,32 @@ PT_HOST_DEVICE double final_coin_of(const RatioParams& p, int64_t b, int64_t pos
   return uniform_of(static_cast<uint64_t>(p.verify.seeds[b]), position, 0, RandomUse::kFinalDraw);
 }
 
-// What rejections have left of the target's distribution at a node: max(target - c * draft, 0), `mass` in all.
+// The target's distribution after rejections: max(target - c * draft, 0), with sum `mass`.
 //
-// A rejection subtracts the draft's distribution from what is left, both normalised: max(r / mass - q / draft_mass, 0),
-// which is proportional to max(r - (mass / draft_mass) q, 0). As r is itself max(m - c q, 0), that is max(m - c' q, 0)
-// with c' = c + mass / draft_mass: one coefficient describes any number of rejections. Drawing without replacement
-// changes only `draft_mass`, since nothing is left of a rejected token that the draft could draw.
+// A rejection subtracts the normalised draft from the normalised residual: max(r / mass - q / draft_mass, 0),
+// proportional to max(r - (mass / draft_mass) q, 0). With r = max(m - c q, 0) this is max(m - c' q, 0), c' = c + mass /
+// draft_mass: one coefficient describes all rejections. Drawing without replacement changes only `draft_mass`, since a
+// rejected token that the draft could draw has no residual.
 struct Residual {
   double c;
-  double mass;  // kNotSummed, or what rows.sums() gave last
+  double mass;  // kNotSummed, or the last result of rows.sums()
   double draft_mass;
 };
 constexpr double kNotSummed = -1.0;
 
-// A residual below this part of the target's mass counts as 0: rounding may leave that much of nothing.
+// Smaller parts of the target's mass are rounding errors and count as 0.
 constexpr double kRounding = 1e-6;
 
-// `mass` is the sum of the residual at `left.c`, `total` that of the target's distribution.
+// Returns `mass`, the sum of the residual at `left.c`, unless it is rounding error.
 PT_HOST_DEVICE double mass_left(const Residual& left, double mass, double total) {
   return left.c == 0.0 || mass > kRounding * total ? mass : 0.0;
 }
 
-// `weight` is the part of the target's distribution that is subtracted from, 1 for all of it.
+// Subtracts the draft from the part `weight` of the target's distribution.
 PT_HOST_DEVICE void take_draft(Residual& left, double weight) {
   if (left.draft_mass > 0.0) left.c += left.mass / (weight * left.draft_mass);
 }
 
-// Rejects a child, which drafted `token`.
 template <typename Rows>
 PT_HOST_DEVICE void subtract_draft(const RatioParams& p, Rows& rows, const NodeDistributions& distributions,
                                    int32_t token, double weight, Residual& left) {
@@ -242,7 +236,7 @@ PT_HOST_DEVICE void subtract_draft(const RatioParams& p, Rows& rows, const NodeD
   if (p.law == DraftLaw::kSwor) left.draft_mass = sums.draft;
 }
 
-// Draws from what is left, or from the target's own distribution if nothing is left.
+// Draws from the residual, or from the target's distribution if nothing is left.
 template <typename Rows>
 PT_HOST_DEVICE int32_t draw_rest(const RatioParams& p, int64_t b, int64_t position, Rows& rows,
                                  const NodeDistributions& distributions, Residual left) {

@@ -1,20 +1,19 @@
-// Traversal verification of a tree (Weng et al., 2025, arXiv 2505.12398): it begins at the leaves and judges a node
-// after all its descendants, by the joint probability of its path. On a chain it is block verification.
+// Traversal verification of a tree (Weng et al., 2025, arXiv 2505.12398): judges a node after all its descendants,
+// leaves first, by the joint probability of its path. On a chain it is block verification.
+// weight(child) = min(weight * residual(x) / q(x), 1); accept a node if coin < weight, else reject it at its parent
 #pragma once
 
 #include "core/verify/block.h"
 
 namespace pagedtree {
 
-// The state of the traversal at a node.
 struct TraversalState {
   Residual left;
-  double weight;  // the probability that the node's path is accepted, given all that was judged
+  double weight;  // probability that the path is accepted, given all verdicts so far
   int32_t node;
-  int32_t child;  // the last one that was judged, -1: none
+  int32_t child;  // last judged child, -1: none
 };
 
-// The state of an ancestor of the node where the traversal stands, kept until the traversal returns to it.
 struct TraversalFrame {
   NodeDistributions distributions;
   TraversalState state;
@@ -25,17 +24,17 @@ struct Traversal {
   const RatioParams& p;
   TreeWalk walk;
   Rows& rows;
-  int32_t depth = 0;  // of the node that `at` describes
+  int32_t depth = 0;  // of the node in `at`
   TraversalState at{};
-  bool is_open = false;  // whether that node's distributions are known
+  bool is_open = false;  // that node's distributions are known
 
-  // Only the leading thread writes frames.
+  // Returns a frame, which only the leading thread writes.
   PT_HOST_DEVICE TraversalFrame& frame(int32_t d) const { return p.frames[walk.b * (p.verify.max_depth + 1) + d]; }
   PT_HOST_DEVICE const NodeDistributions& distributions() const { return rows.distributions(); }
   PT_HOST_DEVICE int32_t node_at(int32_t d) const { return d == depth ? at.node : frame(d).state.node; }
   PT_HOST_DEVICE int32_t token_of(int32_t node) const { return walk.token_of(node); }
 
-  // The next child after `child` that drafted a token, -1 if none.
+  // Returns the next child that drafted a token, -1 if none.
   PT_HOST_DEVICE int32_t next_child(int32_t node, int32_t child) {
     walk.node = node;
     child = child < 0 ? walk.first_child() : walk.next_sibling(child);
@@ -76,7 +75,6 @@ struct Traversal {
     rows.open_again(p, walk.b, walk.rows.begin + at.node);
   }
 
-  // The weight of the path to `child`.
   PT_HOST_DEVICE double weight_of_child(int32_t child) const {
     const int32_t token = token_of(child);
     const double q = rows.is_tried(token) ? 0.0 : rows.draft(distributions(), token);
@@ -85,7 +83,7 @@ struct Traversal {
     return min_of(at.weight * r * at.left.draft_mass / (at.left.mass * q), 1.0);
   }
 
-  // Rejects at.child, as neither it nor a node below it was accepted.
+  // Rejects at.child after its whole subtree.
   PT_HOST_DEVICE void reject_child() {
     if (!(at.weight > kLeastWeight) || !(at.left.mass > 0.0)) return;
     rows.clear_tried();
@@ -98,12 +96,12 @@ struct Traversal {
     at.weight = at.node == 0 ? 1.0 : acceptance_of(z, at.weight);
   }
 
-  // Goes to the node whose path is accepted, and opens it.
+  // Moves to the node whose path is accepted, and opens it.
   PT_HOST_DEVICE void find_end() {
     enter(0, 1.0);
     for (bool accepted = false;;) {
       const int32_t child = next_child(at.node, at.child);
-      // A leaf's row is read only if the leaf is accepted.
+      // A leaf's row is read only on acceptance.
       if (!is_open && (accepted || child >= 0)) open(child >= 0);
       if (accepted) return;
       if (child >= 0) {

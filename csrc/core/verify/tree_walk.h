@@ -1,12 +1,11 @@
-// Following the accepted path through a draft tree, written once for every backend. Rows are visited lazily, root
-// first: only those on the path are read.
+// Walk along the accepted path of a draft tree, root first. It reads only rows on the path.
+// node = root; loop: emit(token(node)); node = child with that token, until there is none
 #pragma once
 
 #include "core/tree.h"
 
 namespace pagedtree {
 
-// Trees with drafts, and the rows of logits at their nodes.
 struct VerifyParams {
   LogitsParams logits;          // N rows
   SamplingParams sampling;      // of B
@@ -20,7 +19,7 @@ struct VerifyParams {
   const uint8_t* valid;         // [B]
   const int64_t* seeds;         // [B], null where sampling is greedy
   Integers positions;           // [B], data null where sampling is greedy
-  const int32_t* tokens_left;   // [B] how many tokens may come out, or null
+  const int32_t* tokens_left;   // [B] limit of emitted tokens, or null
   int32_t* accept_index;        // [B, max_depth + 1] out
   int32_t* num_accepted;        // [B] out
   int64_t* tokens;              // [B, max_depth + 1] out
@@ -31,7 +30,7 @@ struct VerifyParams {
   int32_t max_depth;
 };
 
-// The target's tokens at the nodes, from any sampler, in place of logits.
+// The target's sampled tokens in place of logits.
 struct VerifyTokensParams {
   VerifyParams verify;
   Integers target_tokens;  // [N]
@@ -41,14 +40,14 @@ struct VerifyTokensParams {
 constexpr int32_t kMalformedTree = 1;
 constexpr int32_t kBadRow = 2;
 
-// The target id of the draft at `row`, negative if there is none.
+// Returns the draft's target id, negative if none.
 PT_HOST_DEVICE int64_t draft_id_at(const Integers& tokens, const Integers& to_target, int64_t draft_vocab,
                                    int64_t row) {
   const int64_t token = integer_at(tokens, row);
   if (to_target.data == nullptr) return token;
   return token >= 0 && token < draft_vocab ? integer_at(to_target, token) : -1;
 }
-// The same, -1 if it is not in the target's vocabulary.
+// Returns -1 outside the target's vocabulary.
 PT_HOST_DEVICE int32_t draft_token_at(const Integers& tokens, const Integers& to_target, int64_t draft_vocab,
                                       int64_t vocab, int64_t row) {
   const int64_t token = draft_id_at(tokens, to_target, draft_vocab, row);
@@ -58,14 +57,13 @@ PT_HOST_DEVICE int32_t draft_token_at(const VerifyParams& p, int64_t row) {
   return draft_token_at(p.draft_tokens, p.draft_to_target, p.draft_vocab, p.logits.vocab, row);
 }
 
-// A tree's links and what its nodes drafted, in faster memory than the params'.
+// Copy of a tree's links and tokens in faster memory.
 struct NearTree {
   int32_t first_child[kMaxTreeNodes], next_sibling[kMaxTreeNodes];
   int32_t tokens[kMaxTreeNodes];  // target ids
 };
 
-// Where a walk stands in tree b. A walk follows only links to larger indices below `num_nodes`; any other link ends its
-// list and marks the tree malformed.
+// Follows only links to larger indices below `num_nodes`; any other link ends its list and marks the tree malformed.
 struct TreeWalk {
   const VerifyParams& p;
   int64_t b;
@@ -102,22 +100,20 @@ struct TreeWalk {
   PT_HOST_DEVICE int32_t next_sibling(int32_t child) {
     return follow(near != nullptr ? near->next_sibling[child] : p.next_sibling[rows.begin + child], child);
   }
-  // The target id of the draft at a node, -1 if it is not in the target's vocabulary.
   PT_HOST_DEVICE int32_t token_of(int32_t child) const {
     return near != nullptr ? near->tokens[child] : draft_token_at(p, rows.begin + child);
   }
 
-  // The first child in index order that drafted `token`; -1 if none did.
+  // Returns the first in index order, -1 if none.
   PT_HOST_DEVICE int32_t child_with(int32_t token) {
     int32_t child = first_child();
     while (child >= 0 && token_of(child) != token) child = next_sibling(child);
     return child;
   }
 
-  // Writes that `token` follows the current node.
   PT_HOST_DEVICE void emit(int64_t token) const { write(depth, node, token); }
 
-  // Moves to `child`; stays and returns false if there is none or the path has its full length.
+  // Returns false, and stays, without a child or at full length.
   PT_HOST_DEVICE bool descend(int32_t child) {
     if (child < 0) return false;
     if (depth == p.max_depth) {
@@ -129,8 +125,7 @@ struct TreeWalk {
     return true;
   }
 
-  // Ends the walk, which has emitted a token for each depth up to its own. Where a sequence has fewer tokens left, the
-  // path is cut.
+  // Ends the walk, which emitted one token per depth. Cuts the path at the sequence's limit.
   PT_HOST_DEVICE void finish() const {
     const int32_t emitted = num_nodes > 0 ? depth + 1 : 0;
     const int32_t kept = p.tokens_left == nullptr ? emitted : clamp_to(p.tokens_left[b], 0, emitted);
@@ -141,7 +136,6 @@ struct TreeWalk {
   }
 };
 
-// token_of(node), draft_of(node): the target's and the drafted id.
 template <typename TokenOf, typename DraftOf>
 PT_HOST_DEVICE void walk_tokens(TreeWalk& walk, const TokenOf& token_of, const DraftOf& draft_of) {
   for (bool more = walk.num_nodes > 0; more;) {

@@ -1,18 +1,17 @@
-// Typical acceptance (Medusa: Cai et al., ICML 2024): it uses neither chance nor draft probabilities and is not
-// lossless.
+// Typical acceptance (Medusa: Cai et al., ICML 2024): deterministic, uses no draft probabilities, not lossless.
+// accept x if p(x) > min(epsilon, delta * exp(-entropy(p))); keep the longest accepted path
 #pragma once
 
 #include "core/verify/rules.h"
 
 namespace pagedtree {
 
-// What the walk knows of each node: the parent through which it was accepted and its depth, -1 if it was not.
+// Accepting parent and depth of each node, -1 if not accepted.
 struct AcceptedNodes {
   int16_t* parents;  // [kMaxTreeNodes]
   int16_t* depths;   // [kMaxTreeNodes]
 };
 
-// The probability above which a draft is accepted, as a mass.
 template <typename Rows>
 PT_HOST_DEVICE double typical_bound(const RatioParams& p, Rows& rows, const NodeDistributions& distributions) {
   const float by_entropy = p.delta * exp_exact<ScalarMath>(static_cast<float>(-rows.entropy(distributions)));
@@ -37,7 +36,7 @@ PT_HOST_DEVICE void walk_typical(const RatioParams& p, int64_t b, Rows& rows) {
   rows.sync();
   int32_t best = 0;
   for (int32_t node = 0; node <= walk.num_nodes; ++node) {
-    const bool last = node == walk.num_nodes;  // the path is known; the row at its end is read
+    const bool last = node == walk.num_nodes;  // the path is known; its last row is read
     walk.node = last ? best : node;
     const int32_t depth = nodes.depths[walk.node];
     if (depth < 0) continue;

@@ -1,4 +1,4 @@
-// Compiled once per instruction set: the loops vectorise as they stand.
+// dst = e4m3(src / scale). Compiled once per instruction set: plain loops vectorise.
 #include "core/numeric.h"
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {

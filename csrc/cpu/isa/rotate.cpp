@@ -1,11 +1,12 @@
-// Compiled once per instruction set: rotary embedding of the heads of a token.
+// Rotary embedding of a token's heads.
+// (y1, y2) = (x1 cos - x2 sin, x2 cos + x1 sin)
 #include "cpu/isa.h"
 #include "cpu/isa/tile/rows.h"
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 namespace {
 
-// As store_lanes, but with subnormal numbers: where there is an instruction for bf16, it stores zeros for them.
+// Keeps subnormals, which the bf16 instruction stores as zeros.
 template <DType kType>
 inline void store_exact(char* to, int64_t count, vfloat value) {
   if constexpr (kType == DType::kBFloat16) {
@@ -20,7 +21,6 @@ inline void store_exact(char* to, int64_t count, vfloat value) {
   }
 }
 
-// The first and the second numbers of `count` pairs, up to kLanes of them.
 struct Pairs {
   vfloat first, second;
 };
@@ -80,7 +80,6 @@ void rotate(const RopeAppendParams& p, int64_t angles, const RotaryHeads& heads)
   }
 }
 
-// Columns begin..end - 1 of all heads as they are.
 void copy_columns(const RotaryHeads& heads, int64_t size, int64_t begin, int64_t end) {
   if (begin >= end || heads.from == heads.to) return;
   for (int64_t h = 0; h < heads.num_heads; ++h) {

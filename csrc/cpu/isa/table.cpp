@@ -1,4 +1,4 @@
-// Compiled once per instruction set: its table.
+// The kernel table of one instruction set.
 #include <type_traits>
 
 #include "cpu/isa.h"
@@ -7,7 +7,7 @@
 #define PT_STRING_(x) #x
 #define PT_STRING(x) PT_STRING_(x)
 
-// AMX is for attention: its table has the kernels over rows of another instruction set.
+// AMX serves only attention; its row kernels are another instruction set's.
 // clang-format off
 #define PT_EACH_ROW_KERNEL(X) \
   X(sample) X(token_logprobs) X(quantize_e4m3) X(rotate_heads) X(top_tokens) X(draw_children) \

@@ -1,4 +1,4 @@
-"""`python -m pagedtree check`: are the ops right on this machine, and how fast? Run it first on a new machine.
+"""`python -m pagedtree check`: are the ops right on this machine, and how fast?
 
 `case` defines a row, `cases` has them all, `runner` runs them, `report` prints the results.
 """

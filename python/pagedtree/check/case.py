@@ -33,8 +33,6 @@ Difference = Callable[[Tensor, Tensor], str]
 
 @dataclass(frozen=True)
 class Place:
-    """A device, and the backend that runs ops there."""
-
     device: torch.device
     backend: str
 
@@ -85,7 +83,7 @@ class Case:
         run: calls them at a place and returns the results and all written tensors.
         loops: the expected results, by plain loops. None: only the CPU backend can compute them independently.
         expected: the CPU backend's reference for other backends; default `run`.
-        always_loops: compare with the loops on every device, as the CPU backend's result may rightly differ.
+        always_loops: compare with the loops on every device.
         compare: by the name of a result, its tolerance; all others must be equal.
         against: describes `loops` for the reader.
         backends: where the case makes sense; None: everywhere.
@@ -106,7 +104,6 @@ class Case:
         return self.name.partition("/")[0]
 
     def difference(self, found: Results, expected: Results) -> str:
-        """Describes the error in `found`, "" if there is none."""
         if found.keys() != expected.keys():
             return f"results {', '.join(found)} instead of {', '.join(expected)}"
         compare = self.compare or {}

@@ -58,9 +58,8 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pagedtree check",
-        description="Compares every op on this machine's device with the CPU backend, on shapes that are easy to get "
-        "wrong, and measures ten calls. On the CPU itself its results are compared with plain loops and, where there "
-        "are none, with its portable instruction set.",
+        description="Compares every op on this machine with a second implementation, on difficult shapes, and "
+        "measures ten calls.",
         epilog="Exit status: 0, or 1 where a row failed, or 2 for wrong usage.",
     )
     parser.add_argument("--device", help="cuda, cuda:1, cpu; default: cuda where there is one")
@@ -73,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write machine and rows to FILE, for a report")
     parser.add_argument("--verbose", action="store_true", help="name each row on stderr before it runs")
     parser.add_argument(
-        "--engine", choices=["wgmma"], help="test this engine in a process of its own, and keep what comes of it"
+        "--engine", choices=["wgmma"], help="test this engine in a separate process, and keep the verdict"
     )
     parser.add_argument("--seconds", type=float, default=120.0, help="of --engine: the time limit; default 120")
     parser.add_argument("--start", type=int, default=0, help=argparse.SUPPRESS)  # rows to leave out at the beginning

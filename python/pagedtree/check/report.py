@@ -25,7 +25,6 @@ COLUMNS = (OK, FAILED, NOT_APPLICABLE, MEASURED)
 
 
 def machine(place: Place) -> dict[str, Any]:
-    """Returns the machine facts of a report."""
     facts: dict[str, Any] = {
         "pagedtree": pagedtree.__version__,
         "python": platform.python_version(),
@@ -57,7 +56,6 @@ def machine(place: Place) -> dict[str, Any]:
 
 
 def driver_version() -> str | None:
-    """Returns nvidia-smi's driver version, if available."""
     if shutil.which("nvidia-smi") is None:
         return None
     process = subprocess.run(

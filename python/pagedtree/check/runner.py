@@ -1,4 +1,4 @@
-"""Runs cases at a place one after the other, whatever happens in them."""
+"""Runs cases at a place one after the other."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """`python -m pagedtree check --engine wgmma`: may Hopper's kernels run on this GPU?
 
-The kernels run in a separate process with a time limit, because a missed mbarrier phase never ends.
-First each instruction by itself, then attention: plain and masked in every tile, page size 1, odd numbers of stages,
-lists of short and long sequences, latent caches; and walks over rows on chip. The verdict is kept for
+The kernels run in a separate process with a time limit, because a missed mbarrier phase never ends. First each
+instruction by itself, then attention in every tile, and walks over rows on chip. The verdict is kept for
 `PAGEDTREE_ENGINE=auto`.
 """
 

@@ -1,7 +1,7 @@
 """Drafting on the device: trees grown by a draft model (EAGLE-2), n-gram trees (prompt lookup), Medusa heads, the best
 tree over levels of candidates, and the best nodes of a batch.
 
-Nothing here synchronises; shapes depend on Python ints only, so that a whole step can be captured in one CUDA graph.
+Nothing here synchronises; shapes depend on Python ints only.
 """
 
 from pagedtree.drafting.best_trees import best_first_tree, select_nodes

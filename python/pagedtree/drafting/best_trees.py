@@ -30,10 +30,10 @@ def best_first_tree(
 def best_first_tree(
     log_probs: Tensor, tokens: Tensor, root_tokens: Tensor, num_nodes: int, *, return_log_probs: bool = False
 ) -> tuple[Tensor, TreeBatch] | tuple[Tensor, TreeBatch, Tensor]:
-    """Returns the tree of `num_nodes` nodes with the highest joint log-probabilities over H levels of K candidates.
+    """Returns the likeliest tree of `num_nodes` nodes over H levels of K candidates.
 
-    For drafters with independent levels (Medusa heads, block drafters): every node has the same K candidate children as
-    others of its depth. A node's joint log-probability is the sum along its path.
+    For drafters with independent levels (Medusa heads, block drafters): all nodes of a depth have the same K
+    candidates. A node's joint log-probability is the sum along its path.
 
     Source: DDTree (Ringel and Romano, 2026), which builds it with a heap on the host.
 
@@ -47,8 +47,7 @@ def best_first_tree(
             `select_nodes`.
 
     Nodes are in descending order of joint log-probability, ties by depth, then by candidate ranks (indices among the K)
-    from the root on. Sums are fp32, accumulated from the root down, and compared as rounded; paths of sum -inf are not
-    taken.
+    from the root on. Sums are fp32, from the root down.
 
         tree, open = [], [(-0.0, 0, ())]                                    # cost, depth, ranks from the root on
         while open and len(tree) < num_nodes:
@@ -62,8 +61,8 @@ def best_first_tree(
 
     Returns draft_tokens int64 [B * num_nodes] and the trees, with max_nodes = num_nodes, max_depth = H and cu_nodes[b]
     = b * num_nodes; under return_log_probs also fp32 [B * num_nodes], 0 at roots, -inf at unreachable rows. Raises
-    ValueError for wrong shapes, dtypes or bounds. One launch, no synchronisation. Sorted levels (`torch.topk`) are
-    faster: unsorted ones take time proportional to num_nodes * K.
+    ValueError for wrong shapes, dtypes or bounds. Sorted levels (`torch.topk`) are faster: unsorted ones take time
+    proportional to num_nodes * K.
     """
     expect_type("log_probs", log_probs, Tensor)
     draft_tokens, joints, *fields = call(ops.best_first_tree, log_probs, tokens, root_tokens, num_nodes)
@@ -74,9 +73,7 @@ def best_first_tree(
 def select_nodes(
     trees: TreeBatch, survival: Tensor, budget: int, *, limit: Tensor | None = None
 ) -> tuple[TreeBatch, Tensor]:
-    """Keeps the nodes of a whole batch that are most likely to be accepted, within a budget of rows.
-
-    The target's cost depends only on the total number of nodes.
+    """Keeps the likeliest nodes of a whole batch, within a budget of rows.
 
     Args:
         trees: the batch.
@@ -86,9 +83,8 @@ def select_nodes(
         limit: int32 [1], number of nodes to keep, roots included; it may change between replays of one captured graph.
             Clamped to 0..budget, which is also the default.
 
-    Every root is kept, whatever the limit; of the other nodes the best by survival, ties by the lower row, so parents
-    are kept too. The order stays. Unreachable nodes (depth -1) are never kept, nor is a node whose depth is not its
-    parent's plus 1.
+    Every root is kept; of the other nodes the best by survival, ties by the lower row, so parents are kept too. The
+    order stays. Unreachable nodes (depth -1) are never kept, nor is a node whose depth is not its parent's plus 1.
 
         def survives(row): return min(clean(survival[row]), survives(parent(row)) if parent(row) >= 0 else inf)
         roots, others = split(reachable rows)
@@ -99,8 +95,7 @@ def select_nodes(
     that row i was, -1 for padding, which comes last. max_nodes, max_depth and `valid` stay. Gather per-node values with
     `values[node_map.clamp(min=0).long()]`.
 
-    Raises ValueError for wrong shapes, dtypes or bounds. One launch, but three for more than 16 trees on a GPU before
-    Hopper; no synchronisation.
+    Raises ValueError for wrong shapes, dtypes or bounds.
     """
     expect_type("trees", trees, TreeBatch)
     *fields, node_map = call(

@@ -20,9 +20,8 @@ __all__ = ["DraftState", "expand_tree", "rerank_tree", "start_draft"]
 class DraftState:
     """A batch of growing draft trees. Each step returns a new one; shapes depend only on Python ints.
 
-    Every expansion adds F * K candidates per sequence: K children of each of the F frontier nodes, in frontier order,
-    so indices ascend with depth. Some new candidates become the next frontier, the draft model's next inputs, and take
-    the next F places in its KV tree, present or not.
+    Every expansion adds K children of each of the F frontier nodes, in frontier order. Some become the next frontier,
+    the draft model's next inputs, and take the next F places in its KV tree, present or not.
 
     Attributes:
         tokens: int64 [B, C], -1 where absent.
@@ -65,7 +64,6 @@ class DraftState:
 
     @property
     def level(self) -> int:
-        """Depth of the newest candidates, among them the frontier."""
         return len(self.level_sizes) - 1
 
     @property
@@ -111,7 +109,7 @@ def start_draft(root_tokens: Tensor, *, max_kv_nodes: int, active: Tensor | None
         root_tokens: int64 [B], the last committed tokens.
         max_kv_nodes: bound on the nodes that the draft model reads (the root and all frontiers), 1..1024; fixes the
             mask's width.
-        active: bool [B]; False = finished: all its nodes are absent.
+        active: bool [B]; False: all nodes are absent.
 
     Raises ValueError for wrong shapes, dtypes or bounds.
     """
@@ -168,13 +166,12 @@ def expand_tree(
         logits: fp32, fp16 or bf16 [B * F, V], the draft model's at the frontier; row stride >= V.
         num_children: K, 1..1024, and at most V unless children are independent ("iid").
         num_frontier: size of the next frontier, at most F * K; 0 (default) after the last level.
-        law: how children are chosen, the same for all levels; the draft_law of `verify_rejection` ("topk" is its
-            "onehot"; "coupled" is for `verify_sampled` alone).
+        law: how children are chosen on all levels; the draft_law of `verify_rejection` ("topk" is its "onehot";
+            "coupled" is for `verify_sampled` alone).
             "topk": the K best tokens, best first, ties by lower id.
             "swor": K draws without replacement from q, in the order of the draws.
             "iid": K independent draws from q; a token may repeat.
-            "coupled": as "swor", but with the noise that `verify_sampled` uses at the node, given the same seeds and
-                positions.
+            "coupled": as "swor", with the noise of `verify_sampled` at the node, given the same seeds and positions.
         params, seeds, positions: for all laws but "topk": q is the distribution of `params` (scalars or [B]) on the
             row; seeds int64 [B]; positions int32 or int64 [B], the roots' own. The noise depends on the seed and the
             node's position, positions + depth. For "swor" and "iid" it differs from all verification noise and also
@@ -190,8 +187,8 @@ def expand_tree(
         frontier = sorted(new, key=lambda c: (-score[c], c))[:num_frontier]
 
     For all laws but "topk" the frontier takes first draws first (the first child of every old frontier node, then the
-    second of each, ...): a choice by score would bias verification. The state keeps the distributions q of "swor" and
-    "iid", fp32 [B, F, V] (zeros for an absent node).
+    second, ...): a choice by score would bias verification. The state keeps the distributions q of "swor" and "iid",
+    fp32 [B, F, V].
 
     Raises ValueError for wrong shapes, dtypes or bounds, missing or unexpected sampling arguments, and a law that
     differs from the state's.
@@ -256,17 +253,17 @@ def rerank_tree(state: DraftState, num_nodes: int, *, active: Tensor | None = No
     Args:
         state: the grown trees.
         num_nodes: most nodes of a tree, root included, 1..1024.
-        active: bool [B]; False = finished: a tree of no nodes.
+        active: bool [B]; False: a tree of no nodes.
 
-    Law "topk": the best have the highest cumulative log-probability, ties by depth, then index. It never rises along a
-    path, so each node's parent is chosen too. Nodes keep the candidates' order.
+    Law "topk": the best have the highest cumulative log-probability, ties by depth, then index. Nodes keep the
+    candidates' order.
 
         best = sorted(present, key=lambda c: (-score[c], c))[:num_nodes]
         nodes = sorted(best)
 
-    Under the other laws, where a choice by score would bias verification, the tree is the candidates present among the
-    first num_nodes. Under "swor" and "iid" draft_probs holds every distribution drawn from, copied into one tensor [B *
-    nodes expanded, V], and draft_rows maps each node to its children's distribution.
+    Under the other laws the tree is the candidates present among the first num_nodes. Under "swor" and "iid"
+    draft_probs holds every distribution drawn from, copied into one tensor [B * nodes expanded, V], and draft_rows maps
+    each node to its children's distribution.
 
     Returns a `Draft` with max_nodes = num_nodes and max_depth = the levels expanded. Raises ValueError for wrong
     shapes, dtypes or bounds.

@@ -41,8 +41,8 @@ def ngram_propose(
         extra: int64 [B, E], more text to search: runs of tokens separated by negative ones, the newest last; see
             `rejected_predictions`.
         active: bool [B]; False = finished: a tree of no nodes.
-        history_rows: int32 [B], each sequence's row in a pool of histories, which may be shared: history is then [P,
-            H], history_lens [P]. A row outside 0..P-1 is an empty history; PAGEDTREE_CHECK=1 raises for any but -1.
+        history_rows: int32 [B], each sequence's row in a pool of histories: history is then [P, H], history_lens [P]. A
+            row outside 0..P-1 is an empty history; PAGEDTREE_CHECK=1 raises for any but -1.
 
     An empty history gives a tree of no nodes; no match, the root alone. Nodes are in insertion order, best first.
 
@@ -55,9 +55,7 @@ def ngram_propose(
 
     `insert` shares existing nodes; it stops at max_nodes, and before a branch that would exceed max_branches leaves.
 
-    One pass over the H + E tokens finds the n-grams of all lengths; each match takes at most max_depth steps in the
-    tree. Launches: one for a batch of one, else two, plus `build_trees`. Scratch: 5 bytes for each of the B * (H + E)
-    tokens and 24 for each of the B * max_nodes nodes.
+    Scratch: 5 bytes for each of the B * (H + E) tokens and 24 for each of the B * max_nodes nodes.
 
     Returns a `Draft` of draft_tokens and trees. Raises ValueError for wrong shapes, dtypes or bounds.
     """

@@ -27,7 +27,6 @@ class GrammarSteps:
         self._fill: GrammarFill | None = None
 
     def fill(self, sequences: Sequence[GeneratedSequence], draft: Draft) -> None:
-        """Starts filling the masks of the step's trees."""
         matchers = [self._matchers[sequence.index] for sequence in sequences]
         self._fill = None
         if any(matcher is not None for matcher in matchers):

@@ -41,7 +41,7 @@ class TokenLogprobs:
 
 
 class LogprobReader:
-    """A reader of the log-probabilities of a step's tokens, accepted drafts and bonus tokens.
+    """Reads the log-probabilities of a step's tokens.
 
     top_n: how many top tokens to report. is_processed: whether probabilities are taken after options, temperature and
     filters (for greedy sequences after options only), else from the raw logits.

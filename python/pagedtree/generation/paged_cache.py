@@ -71,7 +71,7 @@ class PagedCache:
         self._compaction(page_table, start, accept_index, num_accepted)
 
     def pages(self, sequence: int) -> list[int]:
-        """Returns the sequence's pages in order; an empty list if it holds none."""
+        """Returns the sequence's pages in order."""
         return self._tables.get(sequence, [])
 
     def reserve(self, sequence: int, num_tokens: int) -> bool:
@@ -95,7 +95,6 @@ class PagedCache:
             self.reserve(sequence, num_tokens)
 
     def grow(self, num_pages: int) -> None:
-        """Adds pages to the pool, copying it to larger tensors."""
         self._free[:0] = range(self.num_pages + num_pages - 1, self.num_pages - 1, -1)
         self._holders += [0] * num_pages
         self.num_pages += num_pages
@@ -111,7 +110,7 @@ class PagedCache:
         del table[keep:]
 
     def release(self, sequence: int) -> None:
-        """Gives back all pages and states of the sequence; other sequences keep shared pages."""
+        """Gives back all pages and states of the sequence."""
         self._drop(self._tables.pop(sequence, []))
         if self.states is not None:
             self.states.release(sequence)

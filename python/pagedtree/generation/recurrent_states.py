@@ -37,7 +37,6 @@ class RecurrentStates:
         return self._tensors[name]
 
     def state_index(self, sequence: int) -> int:
-        """Returns the index of the sequence's states; takes one if it has none."""
         if sequence not in self._indices:
             self._indices[sequence] = self._take()
         return self._indices[sequence]
@@ -56,7 +55,6 @@ class RecurrentStates:
         self._prefixes[sequence], self._holders[state] = state, 1
 
     def fork(self, source: int, sequence: int) -> None:
-        """Copies the kept states of `source` to a new sequence."""
         state = self._prefixes[source]
         self._indices[sequence] = self._take()
         self._copy(state, self._indices[sequence])
@@ -64,7 +62,6 @@ class RecurrentStates:
         self._holders[state] += 1
 
     def release(self, sequence: int) -> None:
-        """Gives back the sequence's states."""
         self._drop_prefix(sequence)
         index = self._indices.pop(sequence, None)
         if index is not None:

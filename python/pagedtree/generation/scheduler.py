@@ -54,7 +54,7 @@ class Batch:
 
 
 class Scheduler:
-    """A scheduler that admits sequences in order as pages allow, and evicts the youngest when pages run out.
+    """Admits sequences in order as pages allow, and evicts the youngest when pages run out.
 
     An evicted sequence's tokens are read again later. The oldest unfinished sequence is never evicted for another, so
     every step makes progress.
@@ -75,7 +75,6 @@ class Scheduler:
 
     @property
     def running(self) -> list[GeneratedSequence]:
-        """The sequences that hold pages, oldest first."""
         return list(self._running.values())
 
     @property

@@ -81,7 +81,6 @@ class GenerationStats:
 
     @property
     def mean_accepted(self) -> float:
-        """Accepted draft tokens per verified tree."""
         histogram = self.accepted_histogram
         return sum(count * times for count, times in histogram.items()) / max(histogram.total(), 1)
 
@@ -109,7 +108,6 @@ class GenerationStats:
         return (self.num_tokens - len(times)) / seconds if seconds > 0 else 0.0
 
     def summary(self) -> str:
-        """Returns a human-readable summary of a few lines."""
         rate = self.decode_tokens_per_second
         lines = [
             f"{self.num_tokens} tokens in {self.wall_time:.2f} s: first token after"

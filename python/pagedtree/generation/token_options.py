@@ -73,7 +73,6 @@ def option_rows(
 
 
 def _forbidden_first(options: TokenOptions, stop_ids: Sequence[int], least: int) -> tuple[list[int], int]:
-    """Returns the tokens forbidden at the start, and for how many positions."""
     first = list(options.begin_suppress_tokens or ())
     if not stop_ids:
         least = 0

@@ -5,7 +5,7 @@
         kept = plan.keep(drafter.propose(), drafter.confidence())   # the nodes worth verifying
     tuner.learn(plan, Outcome(seconds, accept_index, tokens, drafting, kept))
 
-It maximises tokens per second, estimated from past acceptance rates (`Odds`) and step times (`StepCosts`).
+It maximises tokens per second, by past acceptance rates (`Odds`) and step times (`StepCosts`).
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ LEAST_GAIN = 1.05
 
 
 class Odds:
-    """Estimates of the acceptance rate of a class of drafts, or of accepted drafts per step. The prior counts as
-    `weight` observations."""
+    """An acceptance rate of a class of drafts, or accepted drafts per step. The prior counts as `weight`
+    observations."""
 
     def __init__(self, weight: float = PRIOR) -> None:
         self.weight = weight
@@ -201,7 +201,7 @@ class Plan:
 
 
 class TreeTuner:
-    """A planner of steps that learns from their outcomes, across calls. The arguments are the drafter's attributes."""
+    """Plans steps, and learns from their outcomes across calls. The arguments are the drafter's attributes."""
 
     def __init__(self, max_depth: int, grows_by_level: bool = False, has_free_guesses: bool = False) -> None:
         self.max_depth, self.grows_by_level, self.has_free_guesses = max_depth, grows_by_level, has_free_guesses
@@ -211,7 +211,6 @@ class TreeTuner:
         self.begin()
 
     def begin(self) -> None:
-        """Resets the counters when a call starts to decode."""
         # Seconds of all steps and of probes; plain steps that drafts saved per sequence on average, and for the batch.
         self.elapsed = self.looking = self.found = self.saved = 0.0
 
@@ -302,7 +301,7 @@ class TreeTuner:
 
 
 class TunerOf(NamedTuple):
-    """A drafter's tuner and its target. Copies of the drafter, including pickled ones, get None instead."""
+    """A drafter's tuner and its target. Copies of the drafter get None instead."""
 
     model: weakref.ref[Any]
     tuner: TreeTuner

@@ -24,8 +24,8 @@ class GrammarFill:
     """A mask fill in progress, returned by `GrammarMasks.fill`.
 
     Attributes:
-        waited: seconds that `result` blocked, i.e. the part not hidden by the target's pass; None before the call.
-        filled: seconds from the call of `fill` to the last row; None before `result` was called.
+        waited: seconds that `result` blocked; None before the call.
+        filled: seconds from `fill` to the last row; None before `result`.
     """
 
     def __init__(self, mask: Tensor, device: torch.device, tasks: Future[list[Future[float]]], began: float) -> None:
@@ -49,8 +49,8 @@ class GrammarFill:
 
         out: optional tensor of that shape on the device, filled and returned, as captured graphs require.
 
-        On CUDA the copy comes from pinned memory and is queued on the current stream without waiting. Raises the
-        matcher's own error, or ValueError where `out` does not fit.
+        On CUDA the copy is queued on the current stream without waiting. Raises the matcher's own error, or ValueError
+        where `out` does not fit.
         """
         if out is not None:
             expect_type("out", out, Tensor)
@@ -92,9 +92,9 @@ class GrammarMasks:
             matcher appears at most once.
         vocab_size: V, the columns of the logits, 1..2^20.
 
-    `threads` is the maximum number of workers, by default one per CPU core that the process may use. None starts before
-    the first `fill`. `device` is the masks' device, by default the draft tokens' (`fill_next`: cpu). `close`, or
-    leaving the context manager, ends the threads. Other values raise TypeError and ValueError.
+    `threads` is the maximum number of workers, by default one per CPU core that the process may use. `device` is the
+    masks' device, by default the draft tokens' (`fill_next`: cpu). `close`, or leaving the context manager, ends the
+    threads. Other values raise TypeError and ValueError.
     """
 
     def __init__(
@@ -144,17 +144,15 @@ class GrammarMasks:
             draft_to_target: int32 or int64 [V_draft], if draft_tokens are ids of a draft vocabulary.
             device: device of the masks; default the object's, else draft_tokens'.
 
-        Grammar engines run on the host. GPU inputs are copied there behind the queued kernels, and only the worker
-        threads wait. Call `fill` before queueing the target's pass. To avoid the copy, pass CPU tensors and `device`.
+        GPU inputs are copied to the host behind the queued kernels, and only the worker threads wait: call `fill`
+        before queueing the target's pass. To avoid the copy, pass CPU tensors and `device`.
 
-        Returns a `GrammarFill`. Bit x % 32 of word x // 32 in row n is set if token x may follow node n, i.e. if the
-        path tokens below the root and x continue the text that the matcher has consumed. Where the grammar has ended or
-        allows no token, only the stop tokens are set. Padding bits past the grammar's vocabulary or V are 0. Rows that
-        no walk visits allow the grammar's whole vocabulary: forbidden drafts and their descendants, unreachable nodes
-        and padding. So do rows of sequences without a grammar.
+        Returns a `GrammarFill`. Bit x % 32 of word x // 32 in row n is set if token x may follow node n. Where the
+        grammar has ended or allows no token, only the stop tokens are set. Bits past the grammar's vocabulary or V are
+        0. Rows of forbidden drafts and their descendants, unreachable nodes, padding and sequences without a grammar
+        allow the whole vocabulary.
 
-        Matchers keep their state. A fill still in progress is waited for first. Raises TypeError and ValueError for
-        wrong types, shapes and numbers of matchers.
+        Matchers keep their state. Raises TypeError and ValueError for wrong types, shapes and numbers of matchers.
         """
         expect_type("draft_tokens", draft_tokens, Tensor)
         expect_type("trees", trees, TreeBatch)
@@ -232,8 +230,8 @@ class GrammarMasks:
             strict: whether a forbidden token raises.
 
         Returns for each sequence whether the grammar allowed its tokens; if not, its matcher keeps its state. Tokens
-        after a grammar's end or without one are ignored. If strict, raises ValueError for a forbidden token and no
-        matcher moves. Raises TypeError and ValueError for wrong types and shapes.
+        after a grammar's end are ignored. If strict, raises ValueError for a forbidden token and no matcher moves.
+        Raises TypeError and ValueError for wrong types and shapes.
         """
         matchers = self._matchers
         _check_matchers(matchers)
@@ -280,7 +278,6 @@ class GrammarMasks:
 
 
 def _clear_from(mask: Array, vocab: int) -> None:
-    """Unsets the bits of the ids from `vocab` on."""
     word, bit = divmod(vocab, 32)
     if word < mask.shape[1]:
         mask[:, word] &= np.int32((1 << bit) - 1)

@@ -50,8 +50,8 @@ class GrammarMatcher(Protocol):
 
         mask: int32 [n, ceil(vocab_size / 32)], contiguous, all bits set. Row n gets the tokens that may follow the path
         from below the root to node n; the matcher has consumed the root's token. Where the grammar has ended no bit
-        stays. Left unchanged: rows of forbidden drafts and their descendants, rows below the grammar's end, and rows of
-        unreachable nodes.
+        stays. Rows of forbidden drafts and unreachable nodes, and rows below them or below the grammar's end, stay
+        unchanged.
         """
 
     def accept(self, token: int) -> bool:
@@ -67,8 +67,7 @@ class GrammarMatcher(Protocol):
 class DepthFirstMatcher(ABC):
     """A `GrammarMatcher` for engines that handle only chains: visits a tree by accepting and rolling back.
 
-    Subclasses implement `vocab_size`, `stop_token_ids`, `accept`, `rollback` and `is_terminated` (see
-    `GrammarMatcher`), and `fill_row`.
+    Subclasses implement all of `GrammarMatcher` but `fill_tree`, and `fill_row`.
     """
 
     vocab_size: int
@@ -121,7 +120,7 @@ class DepthFirstMatcher(ABC):
 def linked_tree(tokens: Array, parents: Array, bounds: tuple[int, int], vocab: int) -> TokenTree:
     """Returns the tree, linked as by `build_trees`. Nodes whose token is outside the vocabulary are unreachable.
 
-    Does not call the op: this is one tree on the host, whichever backend the ops use. Malformed links are safe.
+    Malformed links are safe.
     """
     count, (max_nodes, max_depth) = len(tokens), bounds
     depths, reachable = [0] + [-1] * (count - 1), [-1] * count

@@ -74,7 +74,7 @@ def paged_tree_attn(
 
 
 def _slot_table(table: Tensor, block_size: int, slots: Tensor, starts: Tensor, lens: Tensor) -> Tensor:
-    """Returns the slots of all positions, int32 [B, blocks * block_size]; those of the window are in `slots`."""
+    """Returns the slots of all positions, int32 [B, blocks * block_size]; the window's are in `slots`."""
     positions = torch.arange(table.shape[1] * block_size, dtype=torch.int64, device=table.device)
     index = positions - starts[:, None]
     window = slots.gather(1, index.clamp(0, slots.shape[1] - 1).long())
@@ -93,7 +93,7 @@ def gpu_tree_accept(
 ) -> tuple[Tensor, int, Tensor]:
     """JetSpec's function: returns the accepted nodes, how many are drafts (the host waits for it), and the next token.
 
-    Of siblings with the same token the path takes the first, JetSpec's the last.
+    The path takes the first of siblings with the same token, JetSpec's the last.
     """
     trees = _tree_of(parent_indices, max_depth)
     verdict = verify_tokens(greedy_targets.flatten()[: len(tree_tokens)], tree_tokens, trees)
@@ -107,7 +107,7 @@ def tree_accept(
 ) -> tuple[list[int], int, int]:  # fmt: skip
     """JetSpec's function, of a tree and logits [..., N, V].
 
-    seeds, positions: int64 [1], those of `verify_sampled`; with a request's seed and its root's position its text does
+    seeds, positions: int64 [1], as for `verify_sampled`; with a request's seed and its root's position its text does
     not depend on the drafts. Default: a seed from torch's generator.
     """
     logits = target_logits.flatten(0, -2)
@@ -128,7 +128,7 @@ def tree_accept(
 def gather(cache: Any, positions: Tensor, seq_id: int | None = None) -> None:
     """JetSpec's `PagedKVCache.gather`: keeps `positions`, in order; only rows that move are copied, within their pages.
 
-    JetSpec's own runs where a page that would be written belongs to another sequence, too.
+    JetSpec's own also runs where a written page belongs to another sequence.
     """
     seq_id = cache._default_seq_id if seq_id is None else seq_id
     tables, kept = cache._seq_block_tables.get(seq_id, {}), positions.numel()

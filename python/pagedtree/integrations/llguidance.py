@@ -23,8 +23,7 @@ class LLGuidanceMatcher(DepthFirstMatcher):
         masks = GrammarMasks([LLGuidanceMatcher(matcher, tokenizer)], vocab_size=config.vocab_size)
 
     Rows are computed without Python's global lock; where the grammar leaves no choice of bytes, only the tokenizer's
-    own tokens are allowed. A grammar also ends where nothing can follow a complete text. Without whitespace_pattern or
-    whitespace_flexible=False a schema allows white space without end.
+    own tokens are allowed. A grammar also ends where nothing can follow a complete text.
 
     matcher: llguidance's own, to which direct calls count here, too. vocab_size, stop_token_ids: the tokenizer's.
     """

@@ -24,8 +24,7 @@ class XGrammarMatcher:
 
     A tree is one call of `traverse_draft_tree`, without Python's global lock. Where the grammar has ended, by a stop
     token or, with terminate_without_stop_token, its last token, only stop tokens are allowed. A captured span is
-    recorded by `accept` alone. Without max_whitespace_cnt or any_whitespace=False a schema allows white space without
-    end.
+    recorded by `accept` alone.
 
     matcher: xgrammar's own, to which direct calls count here, too. vocab_size: of the compiling `TokenizerInfo`.
     """

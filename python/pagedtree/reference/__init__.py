@@ -1,7 +1,7 @@
 """Reference results of the ops, by plain loops and in float64: one module for each family of ops.
 
-For tests and `python -m pagedtree check`: slow, and independent of the kernels. Each follows the loop in its op's
-docstring, and its rules for values out of range.
+Slow, and independent of the kernels. Each follows the loop in its op's docstring, and its rules for values out of
+range.
 """
 
 from pagedtree.reference.attention import is_latent, merge_states, tree_attention, visible_keys

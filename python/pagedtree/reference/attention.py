@@ -30,7 +30,6 @@ def visible_keys(seq_len: int, n: int, tree_len: int, words: Tensor | None, wind
 
 
 def is_latent(k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Returns whether V is the first columns of K: then it is scaled as K is."""
     is_view = k_cache.data_ptr() == v_cache.data_ptr() and k_cache.stride()[:2] == v_cache.stride()[:2]
     return is_view and k_cache.shape[2] == 1
 
@@ -101,7 +100,6 @@ def tree_attention(
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (out, lse) of `pagedtree.merge_states` in float64."""
     lse = torch.logaddexp(lse_a.double(), lse_b.double())
     base = lse.masked_fill(lse == -torch.inf, 0)
     sides = ((out_a, lse_a), (out_b, lse_b))

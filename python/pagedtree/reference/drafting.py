@@ -19,7 +19,6 @@ def ngram_tree(
     max_branches: int = 8,
     extra: Sequence[int] = (),
 ) -> tuple[list[int], list[int]]:
-    """Returns tokens and parents of ngram_propose's tree for one history."""
     if not history:
         return [], []
     tokens, parents = [history[-1]], [-1]
@@ -97,7 +96,6 @@ def select_nodes(
     cu_nodes: Sequence[int], parents: Sequence[int], depths: Sequence[int], survival: Sequence[float], limit: int,
     max_nodes: int, max_depth: int,
 ) -> Selected:  # fmt: skip
-    """Selects as select_nodes, over trees whose parents and depths may be anything."""
     survives: dict[int, float] = {}
     roots = []
     for begin, end in pairwise(cu_nodes):

@@ -64,7 +64,6 @@ def compact(
     accept_index: Sequence[Sequence[int]],
     num_accepted: Sequence[int],
 ) -> list[int]:
-    """Writes the caches as compact_kv and returns the new lengths."""
     num_pages, page_size = caches[0].shape[:2]
     lengths = []
     for b, nodes in enumerate(accept_index):

@@ -58,7 +58,6 @@ def tree_delta_rule(
     trees: TreeBatch | None, *, cu_seqlens: Tensor | None = None, scale: float | None = None, l2norm: bool = False,
     l2norm_eps: float = 1e-6,
 ) -> Tensor:  # fmt: skip
-    """Returns float64 [T, H, Dv]."""
     eps = l2norm_eps if l2norm else None
     out = torch.zeros(v.shape, dtype=torch.float64)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
@@ -90,7 +89,6 @@ def advance_state(
     accept_index: Tensor | None = None, num_accepted: Tensor | None = None, *, cu_seqlens: Tensor | None = None,
     l2norm: bool = False, l2norm_eps: float = 1e-6,
 ) -> Tensor:  # fmt: skip
-    """Returns the new states, float64."""
     eps = l2norm_eps if l2norm else None
     out = state.double()
     paths = _paths(trees, cu_seqlens, accept_index, num_accepted)
@@ -104,7 +102,6 @@ def tree_conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor, state_index: Tensor, trees: TreeBatch | None,
     *, cu_seqlens: Tensor | None = None, activation: str | None = None,
 ) -> Tensor:  # fmt: skip
-    """Returns float64 [T, C]."""
     out, width = torch.zeros(x.shape, dtype=torch.float64), weight.shape[1]
     for slot, rows in zip(state_index.tolist(), _sequences(trees, cu_seqlens), strict=True):
         has_state = 0 <= slot < len(conv_state)

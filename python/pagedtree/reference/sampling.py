@@ -28,7 +28,6 @@ def philox4x32(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
 
 
 def random_words(seed: int, position: int, blocks: int, use: int) -> np.ndarray:
-    """Returns the words of blocks 0..blocks-1: uint32 [blocks, 4]."""
     counter = np.empty((blocks, 4), dtype=np.uint32)
     counter[:, 0] = position & 0xFFFFFFFF
     counter[:, 1] = (position >> 32) & 0xFFFFFFFF
@@ -98,7 +97,7 @@ def distribution(
     logits: np.ndarray, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
     filter_order: str = "top_k_first",
 ) -> np.ndarray:  # fmt: skip
-    """Returns the distribution of one row of clean logits under sampling parameters: float64 [V]."""
+    """Returns the distribution of one row of clean logits: float64 [V]."""
     if logits.max() == -np.inf:
         return np.full(logits.size, 1 / logits.size) if temperature > 0 else np.eye(1, logits.size)[0]
     if temperature == 0:

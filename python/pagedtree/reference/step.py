@@ -11,7 +11,6 @@ from pagedtree.reference.kv_cache import INT32_MAX, Table, slot_of
 def prepare(
     offsets: Sequence[int], depths: Sequence[int], table: Table, start: Sequence[int], page_size: int, total_q: int
 ) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Returns positions, seq_lens, cu_seqlens_q and slots, as prepare_step."""
     positions, slots, seq_lens = [0] * total_q, [-1] * total_q, [0] * len(start)
     cut = [min(offset, total_q) for offset in offsets]
     for b, first in enumerate(start):

@@ -57,7 +57,6 @@ def link(parents: Sequence[int], max_nodes: int, max_depth: int) -> Linked:
 
 
 def words_of(sets: Sequence[frozenset[int]], words: int) -> Tensor:
-    """Returns int32 [n, words] with these bits."""
     rows = []
     for bits in sets:
         number = sum(1 << bit for bit in bits)

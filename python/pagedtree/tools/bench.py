@@ -16,7 +16,7 @@ OF_CHECKOUT = ("real",)
 
 
 def scripts() -> dict[str, Path]:
-    """Returns name -> script, from the wheel's copy (pagedtree/benchmarks) or from the checkout."""
+    """Returns name -> script, from the wheel's copy or the checkout."""
     for folder in map(Path, pagedtree.__path__):
         for place in (folder, folder.parents[1]):
             if paths := sorted((place / "benchmarks").glob("bench_*.py")):
@@ -25,7 +25,7 @@ def scripts() -> dict[str, Path]:
 
 
 def missing(script: Path) -> Path | None:
-    """Returns the missing folder that the script needs: an installed package has no examples/checkpoints."""
+    """Returns the missing folder that the script needs."""
     checkpoints = script.resolve().parents[1] / "examples" / "checkpoints"
     needed = script.stem.removeprefix("bench_") in OF_CHECKOUT
     return checkpoints if needed and not any(checkpoints.glob("*/*.safetensors")) else None

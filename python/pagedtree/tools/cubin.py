@@ -29,8 +29,6 @@ MISSING = "cuobjdump is not here: pip install nvidia-cuda-cuobjdump nvidia-cuda-
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel for one architecture."""
-
     symbol: str  # the name in the library
     name: str  # the same demangled, where c++filt is there
     architecture: str  # sm_80, ...
@@ -40,7 +38,6 @@ class Kernel:
 
 
 def cuda_library() -> Path | None:
-    """Returns the library of the CUDA backend, if this build has it."""
     for folder in map(Path, pagedtree.__path__):
         path = folder / "lib" / "libpagedtree_cuda.so"
         if path.exists():
@@ -49,7 +46,6 @@ def cuda_library() -> Path | None:
 
 
 def find_cuobjdump() -> str | None:
-    """Finds cuobjdump on the PATH, in /usr/local/cuda, or in the package nvidia-cuda-cuobjdump."""
     executable = shutil.which("cuobjdump") or shutil.which("cuobjdump", path="/usr/local/cuda/bin")
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec.submodule_search_locations or []) if spec and not executable else []:
@@ -110,7 +106,6 @@ def read_launch_bounds(cubin: Path) -> dict[str, int]:
 
 
 def read_code_bytes(cubin: Path) -> dict[str, int]:
-    """Returns the size of each kernel's machine code by its symbol in a cubin."""
     return {symbol: len(code) for symbol, code in _sections(cubin, ".text.")}
 
 

@@ -31,7 +31,6 @@ def _libraries() -> dict[str, dict[str, Any]]:
 
 
 def _cmake_dir() -> Path:
-    """Finds the folder of the CMake package: the backend libraries and their headers (engines without Torch)."""
     for folder in map(Path, pagedtree.__path__):
         config = folder / "lib" / "cmake" / "pagedtree"
         if config.is_dir():
@@ -71,7 +70,6 @@ def _cuda_kernels() -> dict[str, Any]:
 
 
 def collect() -> dict[str, Any]:
-    """Returns everything `info` prints, as a dict that json can write."""
     native = _native()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
@@ -103,7 +101,7 @@ def _lines(values: dict[str, Any], indent: str = "") -> Iterator[str]:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m pagedtree info", description="Tells what this installation is and what it can run here."
+        prog="python -m pagedtree info", description="Shows this installation's parts and the backends that run here."
     )
     parser.add_argument("--json", action="store_true", help="write JSON")
     parser.add_argument("--cmake-dir", action="store_true", help="write the folder for find_package(pagedtree) only")

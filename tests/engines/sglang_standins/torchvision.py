@@ -1,4 +1,4 @@
-"""Stands in for torchvision, whose names SGLang and transformers import for pictures. The tests have no pictures."""
+"""Stands in for torchvision, imported for pictures."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from enum import Enum
 from types import ModuleType
 
 __version__ = "0.28.0"
-__path__: list[str] = []  # of a package
+__path__: list[str] = []  # marks a package
 InterpolationMode = Enum("InterpolationMode", "NEAREST NEAREST_EXACT BILINEAR BICUBIC BOX HAMMING LANCZOS")
 
 
 def __getattr__(name: str) -> object:
     if name.startswith("__"):
         raise AttributeError(name)
-    return None  # imported by name, called for pictures alone
+    return None  # called for pictures alone
 
 
 for part in ("transforms", "transforms.functional", "transforms.v2", "transforms.v2.functional"):

@@ -1,4 +1,4 @@
-"""With this folder on PYTHONPATH Triton's interpreter runs kernels as NumPy on CPU tensors, for vLLM's runner V2."""
+"""On PYTHONPATH, runs Triton kernels as NumPy on CPU tensors, for vLLM's runner V2."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
-# vLLM has small functions compiled as C++, which takes minutes while another rank waits, and asks Triton about it.
+# vLLM compiles small C++ functions for minutes while another rank waits, and asks Triton about it.
 os.environ["TORCH_COMPILE_DISABLE"] = "1"
 
 import numpy as np
@@ -20,7 +20,7 @@ from triton.backends.driver import DriverBase
 
 
 class CpuDriver(DriverBase):
-    """What vLLM asks a driver for before it believes in Triton."""
+    """Answers vLLM's questions to a driver."""
 
     def __init__(self) -> None:
         pass
@@ -47,7 +47,7 @@ backends["cpu"] = Backend(compiler=None, driver=CpuDriver)  # type: ignore[arg-t
 
 
 def with_bool_masks(name: str, index: int) -> None:
-    """Compiled Triton takes integers for masks, the interpreter bool alone."""
+    """Converts masks to bool, which the interpreter needs and compiled Triton does not."""
     access = getattr(interpreter.InterpreterBuilder, name)
 
     def wrapped(self: Any, *arguments: Any) -> Any:
@@ -59,7 +59,7 @@ def with_bool_masks(name: str, index: int) -> None:
 
 
 def with_known_builtins(*packages: Any) -> None:
-    """Looks for builtins once, instead of at each launch and at each call of a function in a kernel."""
+    """Finds builtins once instead of at each launch and call."""
     builtins = {
         package: [pair for pair in inspect.getmembers(package) if tl.core.is_builtin(pair[1])] for package in packages
     }

@@ -1,4 +1,5 @@
-// Compiled once per instruction set: tree attention over one range of work.
+// Tree attention over one range of work.
+// for row tile, KV tile with a visible key: S = Q K^T; P = 2^(S - max); out = rescale(out) + P V
 #include "cpu/isa/attention/engine_bf16.h"
 #include "cpu/isa/attention/engine_dot.h"
 #include "cpu/isa/attention/engine_dot_bf16.h"
@@ -27,8 +28,7 @@ void softmax_tile(const TreeAttentionParams& p, const RowTile& tile, const Score
   }
 }
 
-// Computes the rows' results over KV tiles [begin, end), unnormalised, into ws.out and ws.states, one head after the
-// other.
+// Computes unnormalised results over KV tiles [begin, end) into ws.out and ws.states, head by head.
 template <typename Engine>
 void attend_with(const TreeAttentionParams& p, const RowTile& tile, int64_t begin, int64_t end, const Workspace& ws) {
   TileVisibility seen;
@@ -49,12 +49,12 @@ void attend_with(const TreeAttentionParams& p, const RowTile& tile, int64_t begi
   const int64_t seen_end = ceil_div<int64_t>(seen.highest, kKvTile);
   begin = max_of(begin, seen.lowest / kKvTile);
   end = min_of(end, seen_end);
-  KeyRows first[2];  // of the first head: in this tile and in the next one, which is prefetched
+  KeyRows first[2];  // of the first head: this tile and the next, which is prefetched
   if (begin < end) find_key_rows(p, tile, begin * kKvTile, kAllKeys, first[begin % 2]);
   for (int64_t t = begin; t < end; ++t) {
     const int64_t first_key = t * kKvTile;
     KeyRows &now = first[t % 2], &next = first[(t + 1) % 2];
-    // Prefetches past the end, too: a thread usually continues with the range that begins there.
+    // Also prefetches past the end: a thread usually continues there.
     if (t + 1 < seen_end) find_key_rows(p, tile, first_key + kKvTile, kAllKeys, next);
     const bool plain = seen.plain_begin <= first_key && first_key + kKvTile <= seen.plain_end;
     uint64_t visible[kMTile];
@@ -79,7 +79,7 @@ void attend_with(const TreeAttentionParams& p, const RowTile& tile, int64_t begi
   each_head([](int32_t, const RowTile&, const Workspace&, const Engine& engine) { engine.finish(); });
 }
 
-// `few`: whether the row tile, of which `tile` may be a part, has few rows.
+// Selects the engine; `few`: the whole row tile has few rows.
 void attend_tiles(const TreeAttentionParams& p, const RowTile& tile, bool few, int64_t begin, int64_t end,
                   const Workspace& ws) {
 #if defined(PAGEDTREE_BF16_GEMM)
@@ -100,10 +100,10 @@ void attend_tiles(const TreeAttentionParams& p, const RowTile& tile, bool few, i
   attend_with<Fp32Engine>(p, tile, begin, end, ws);
 }
 
-// Whether a row may have met a value that is not finite and that it does not see: its weight of 0 times that is NaN.
-// Scores are not mixed so, and where a sum is NaN, a row has seen why.
+// Returns true if a row may have met an invisible non-finite value, whose weight of 0 yields NaN. Scores do not mix
+// rows, and a NaN sum has a visible cause.
 bool is_poisoned(const TreeAttentionParams& p, const RowTile& tile, const Workspace& ws) {
-  if (tile.token(p, 0) == tile.token(p, tile.rows - 1)) return false;  // all rows see the same
+  if (tile.token(p, 0) == tile.token(p, tile.rows - 1)) return false;  // equal visibility
   vint poisoned{};
   for (int64_t r = 0; r < int64_t{tile.heads} * tile.rows; ++r) {
     if (ws.states[r].sum != ws.states[r].sum) continue;
@@ -119,7 +119,7 @@ void keep_row(const TreeAttentionParams& p, const Piece& piece, int64_t row, con
   piece.sum[row] = state.sum;
 }
 
-// Computes a row tile over KV tiles of which the result is written at once, or kept as one piece.
+// Computes a row tile over KV tiles; writes the output, or keeps a partial result.
 void attend_row_tile(const TreeAttentionParams& p, const AttentionRange& range, const RowTile& tile, KvTiles keys,
                      const Workspace& ws) {
   const AttentionRanges& ranges = *range.ranges;
@@ -144,7 +144,7 @@ void attend_row_tile(const TreeAttentionParams& p, const AttentionRange& range, 
   };
   attend_part(tile);
   if (!is_poisoned(p, tile, ws)) return;
-  // Once more, each token by itself: a row's bits do not depend on the rows beside it.
+  // Recomputes each token separately: a row's bits must not depend on other rows.
   RowTile part = tile;
   for (int64_t left = tile.rows; left > 0; part.first_row += part.rows, left -= part.rows) {
     part.rows = static_cast<int32_t>(min_of(left, p.group_size - part.first_row % p.group_size));

@@ -1,8 +1,7 @@
-// Many rows against one KV tile with bf16 operands (an engine, see engine_fp32.h): for bf16 queries over a bf16 or fp8
-// cache, where the machine multiplies bf16. e4m3 is exact in bf16; the weights are rounded to it.
-//
-// Scores are K Q^T: K is used as its rows lie, Q is packed once, and a row of Q is a lane, so that maxima and sums need
-// no shuffles.
+// Many rows against one KV tile in bf16 (an engine, see engine_fp32.h): bf16 queries, bf16 or fp8 cache. e4m3 is exact
+// in bf16; softmax weights are rounded.
+// S^T = K Q^T;  out = factor * out + 2^(S - base) V
+// K is used in place, Q is packed once. Q rows are lanes, so maxima and sums need no shuffles.
 #pragma once
 
 #include "cpu/isa/attention/softmax.h"
@@ -15,9 +14,8 @@ namespace pagedtree::cpu::PAGEDTREE_ISA {
 
 static_assert(kLanes == kTileRows && kKvTile == kTallRows && kMTile % kTileRows == 0);
 
-// e4m3 codes as bf16.
 static inline vshort bf16_from_e4m3(vshort code) {
-  // Subnormals are multiples of 2^-9.
+  // Multiples of 2^-9.
   const vshort small = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
   const vshort magnitude = code & 0x7f;
   vshort value = (magnitude << 4) + (120 << 7);
@@ -26,7 +24,6 @@ static inline vshort bf16_from_e4m3(vshort code) {
   return value | ((code & 0x80) << 8);
 }
 
-// Elements 2i and 2i + 1 of a row as bf16 in lane i.
 template <DType kType>
 static inline vuint load_pairs(const char* p) {
   if constexpr (kType == DType::kBFloat16) {
@@ -38,7 +35,7 @@ static inline vuint load_pairs(const char* p) {
   }
 }
 
-// The bf16 nearest to the lanes of two vectors, a lane's two side by side.
+// Rounds to bf16 and pairs lane by lane.
 static inline vuint pairs_of(vfloat first, vfloat second) {
 #if defined(__AVX512BF16__)
   const auto halves = bits<vshort>(_mm512_cvtne2ps_pbh(second, first));
@@ -50,7 +47,7 @@ static inline vuint pairs_of(vfloat first, vfloat second) {
 #endif
 }
 
-// 16 rows as a panel [D / 2, 16, 2].
+// Packs 16 rows as [D / 2, 16, 2].
 static inline void pack_panel(const char* const* rows, int64_t head_dim, uint16_t* panel) {
   for (int64_t d = 0; d < head_dim; d += kTileDepth, panel += kTileSize) {
     vfloat block[kLanes];
@@ -60,7 +57,7 @@ static inline void pack_panel(const char* const* rows, int64_t head_dim, uint16_
   }
 }
 
-// K: [D / 32, kKvTile, 32].
+// Copies K as [D / 32, kKvTile, 32].
 template <DType kType>
 static inline void copy_k(const char* const* rows, int64_t head_dim, uint16_t* to) {
   for (int64_t key = 0; key < kKvTile; ++key) {
@@ -71,7 +68,7 @@ static inline void copy_k(const char* const* rows, int64_t head_dim, uint16_t* t
   }
 }
 
-// V: panels of columns [Dv / 16, kKvTile / 2, 16, 2].
+// Packs V in column panels [Dv / 16, kKvTile / 2, 16, 2].
 template <DType kType>
 static inline void pack_v(const char* const* rows, int64_t head_dim, uint16_t* packed) {
   for (int64_t key = 0; key < kKvTile; key += 2) {
@@ -112,7 +109,7 @@ class Bf16Engine {
     }
   }
 
-  // `visible`: the tokens' keys, or null if they see all.
+  // Attends to one KV tile. `visible`: key mask per token, null if all are visible.
   void attend(const KeyRows& keys, const KeyRows& next, const uint64_t* visible) const {
     if (p_.kv_dtype == DType::kBFloat16) {
       copy_k<DType::kBFloat16>(keys.k, p_.head_dim, half(ws_.k));
@@ -145,8 +142,8 @@ class Bf16Engine {
 
   static vint sees(const vuint (&seen)[kKvTile / 32], int key) { return (seen[key / 32] & (1u << key % 32)) != 0; }
 
-  // Turns the scores of 16 rows into weights 2^(score - base), a row in a lane. A base is a row's maximum or up to
-  // kSlack below it: what was accumulated is rescaled only where a row exceeds that.
+  // Replaces scores of 16 rows (lanes) by 2^(score - base). A base may stay up to kSlack below the row's maximum, so
+  // that few tiles rescale the output.
   template <bool kMasked>
   void weigh(int64_t row, const ScoreMap& score, const uint64_t* visible, TilePrefetch& prefetch, int64_t share) const {
     constexpr float kSlack = 8.0f;
@@ -184,14 +181,14 @@ class Bf16Engine {
         for (int64_t d = 0; d < p_.head_dim_v; d += kLanes) store(out + d, load(out + d) * factors[i]);
       }
     }
-    // A row that has seen nothing yet: any finite number keeps -inf - base from being NaN.
+    // A finite base for rows without a visible key keeps -inf - base from being NaN.
     base = select(base == -kInfinity, splat(0.0f), base);
     for (int half = 0; half < kKvTile / kTileDepth; ++half) {
       vfloat pairs[kLanes];
       for (int i = 0; i < kLanes; ++i) {
         prefetch.step(share);
         const float* two = scores_ + (half * kTileDepth + 2 * i) * kLanes;
-        // Products as above, rounded: the difference of a maximum to itself is 0.
+        // Rounded products, as above: a maximum minus itself is 0.
         vfloat first = exp2_weight(load(two) * scale - base), second = exp2_weight(load(two + kLanes) * scale - base);
         if constexpr (kMasked) {
           first = select(sees(seen, half * kTileDepth + 2 * i), first, splat(0.0f));
@@ -210,7 +207,7 @@ class Bf16Engine {
   const RowTile& tile_;
   const Workspace& ws_;
   float *bases_, *sums_;  // [kMTile]
-  float* scores_;         // [kKvTile, 16]: of 16 rows
+  float* scores_;         // [kKvTile, 16]
   uint16_t* weights_;     // [kKvTile / 32, 16, 32]
 };
 

@@ -1,10 +1,8 @@
-// A few rows (plain decode) against one KV tile: an engine (see engine_fp32.h) that reads K and V where they lie. They
-// are used so little that packing would cost more than the arithmetic. Meanwhile the next tile is prefetched, the keys
-// of all heads together.
-//
-// Rows of Q are taken kGroup at a time, kLanes / kGroup keys at a time: kLanes dot products, whose lanes are summed
-// together. How a block of kDotBlock elements is loaded and multiplied is the Blocks parameter: FloatBlocks here,
-// PairBlocks in engine_dot_bf16.h. bf16 is split into even and odd elements, two cheap operations for both; Q and the
+// A few rows (plain decode) against one KV tile (an engine, see engine_fp32.h): reads K and V in place, since packing
+// would cost more than the arithmetic, and prefetches the next tile.
+// S[r, key] = Q[r] . K[key];  out[r] = factor[r] * out[r] + sum over keys of weight[r, key] V[key]
+// kGroup rows meet kLanes / kGroup keys: kLanes dot products, whose lanes are summed together. Blocks multiplies
+// kDotBlock elements (FloatBlocks, PairBlocks). bf16 splits into even and odd elements, which is cheapest; Q and the
 // output keep that order.
 #pragma once
 
@@ -15,7 +13,6 @@ namespace pagedtree::cpu::PAGEDTREE_ISA {
 
 constexpr int64_t kDotBlock = 2 * kLanes;
 
-// Elements 0 .. 2 * kLanes - 1 in the order in which they are cheapest to convert.
 template <DType kType>
 static inline void load_block(const char* p, vfloat& first, vfloat& second) {
   if constexpr (kType == DType::kBFloat16) {
@@ -28,19 +25,16 @@ static inline void load_block(const char* p, vfloat& first, vfloat& second) {
   }
 }
 
-// Where load_block<kType> puts element i of a block.
 template <DType kType>
 static inline int64_t block_lane(int64_t i) {
   return kType == DType::kBFloat16 ? i % 2 * kLanes + i / 2 : i;
 }
 
-// Where load_block<kType> puts element d of a row.
 template <DType kType>
 static inline int64_t block_position(int64_t d) {
   return d / kDotBlock * kDotBlock + block_lane<kType>(d % kDotBlock);
 }
 
-// Puts a row of the output from load_block<kType>'s order into its own.
 template <DType kType>
 static inline void restore_order(float* row, int64_t head_dim) {
   if constexpr (kType != DType::kBFloat16) return;
@@ -52,7 +46,7 @@ static inline void restore_order(float* row, int64_t head_dim) {
   }
 }
 
-// Lane i of the result is the sum of all lanes of v[i].
+// Returns the sum of v[i] in lane i.
 static inline vfloat sum_lanes(vfloat (&v)[kLanes]) {
 #pragma GCC unroll 4
   for (int count = kLanes / 2; count >= 1; count /= 2) {
@@ -69,7 +63,7 @@ static inline vfloat sum_lanes(vfloat (&v)[kLanes]) {
 template <DType kType>
 struct FloatBlocks {
   static constexpr int64_t kSize = element_size(kType);
-  static constexpr int64_t kKeys = 1;  // keys per step
+  static constexpr int64_t kKeys = 1;
   using Query = float;
   using Weight = float;
   struct Block {
@@ -89,7 +83,6 @@ struct FloatBlocks {
   static inline vfloat add(vfloat sum, vfloat weight, vfloat values) { return muladd(weight, values, sum); }
 };
 
-// `next` holds the keys to prefetch.
 template <typename Blocks, int kGroup>
 static inline void dot_rows(const typename Blocks::Query* q, const char* const* keys, const char* const* next,
                             int64_t head_dim, float* scores) {
@@ -118,8 +111,7 @@ static inline void dot_rows(const typename Blocks::Query* q, const char* const* 
   }
 }
 
-// Prefetches rows one after the other, some bytes per step: memory is read fastest in its own order, which the loops
-// over columns of V do not follow.
+// Prefetches rows in memory order, which is faster than the order of the loops over V's columns.
 struct RowPrefetch {
   const char* const* row;
   int64_t row_bytes;
@@ -132,7 +124,6 @@ struct RowPrefetch {
   }
 };
 
-// The weights of neighbouring rows lie kWeightStride apart.
 template <typename Blocks, int kGroup, int64_t kWeightStride>
 static inline void add_weighted_rows(const typename Blocks::Weight* weights, const char* const* keys,
                                      const char* const* next, int64_t head_dim, const float* factors, float* out) {
@@ -159,7 +150,7 @@ static inline void add_weighted_rows(const typename Blocks::Weight* weights, con
   }
 }
 
-// Calls body.template operator()<kGroup>(row) for groups of rows that cover [0, rows).
+// Splits [0, rows) into groups.
 template <typename Body>
 static inline void for_row_groups(int64_t rows, const Body& body) {
   int64_t r = 0;

@@ -1,5 +1,5 @@
-// A few rows against one KV tile with bf16 operands: as in engine_dot.h, on machines that multiply pairs of bf16, so
-// that nothing is converted. V is used two keys at a time; the output keeps the order in which their pairs come.
+// engine_dot.h on machines that multiply bf16 pairs, without conversions. V is read two keys at a time; the output
+// keeps the order of the pairs.
 #pragma once
 
 #include "cpu/isa/attention/engine_bf16.h"
@@ -53,7 +53,7 @@ class DotBf16Engine {
     });
   }
 
-  // Weights replace the row's own scores.
+  // Weights overwrite the row's scores.
   void store_weights(int64_t r, int64_t key, vfloat weights) const {
     store_float<DType::kBFloat16>(weights_of(r) + key, weights);
   }

@@ -1,9 +1,8 @@
-// Many rows against one KV tile in fp32: K and V are converted and packed for tile/gemm.h straight from the pages.
-//
-// An engine computes for one head of a row tile, in that head's part of the workspace, and has no other state. The
-// caller calls load_q() once; then for each KV tile scores() = Q K^T and, after the softmax has replaced the scores by
-// weights (store_weights), accumulate(): out = factor * out + weights V; or attend() for all three; at last finish().
-// If the engine packs K and V (kPacks), the caller prefetches.
+// Many rows against one KV tile in fp32: converts and packs K and V for tile/gemm.h directly from the pages.
+// S = Q K^T;  out = factor * out + weights V
+// An engine computes one head of a row tile, with all state in that head's workspace: load_q(); per KV tile scores(),
+// softmax with store_weights(), accumulate(), or attend() for all three; finish(). If it packs K and V (kPacks), the
+// caller prefetches.
 #pragma once
 
 #include "cpu/isa/attention/workspace.h"
@@ -12,7 +11,7 @@
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
-// K transposed: panels of keys [kKvTile / kPanel, D, kPanel].
+// Packs K^T in key panels [kKvTile / kPanel, D, kPanel].
 template <DType kType>
 static inline void pack_k(const char* const* rows, int64_t head_dim, float* packed) {
   constexpr int64_t kSize = element_size(kType);
@@ -27,7 +26,7 @@ static inline void pack_k(const char* const* rows, int64_t head_dim, float* pack
   }
 }
 
-// V: panels of columns [Dv / kPanel, kKvTile, kPanel].
+// Packs V in column panels [Dv / kPanel, kKvTile, kPanel].
 template <DType kType>
 static inline void pack_v(const char* const* rows, int64_t head_dim, float* packed) {
   constexpr int64_t kSize = element_size(kType);

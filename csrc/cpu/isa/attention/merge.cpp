@@ -1,4 +1,5 @@
-// Compiled once per instruction set: joins partial results over disjoint sets of keys.
+// Merges partial results over disjoint sets of keys.
+// out = sum of 2^(max_i - max) out_i / sum of 2^(max_i - max) sum_i
 #include "cpu/isa/attention/kernels.h"
 #include "cpu/isa/attention/row_tile.h"
 
@@ -11,12 +12,11 @@ void add_scaled(float* sum, const float* row, int64_t count, float factor) {
   for (int64_t d = 0; d < count; d += kLanes) store(sum + d, muladd(load(row + d), splat(factor), load(sum + d)));
 }
 
-// A side with weight 0 is not read: it may hold anything.
+// Skips a side with factor 0, which may hold anything.
 template <DType kType>
 void merge_row(const char* a, float factor_a, const char* b, float factor_b, char* out, int64_t count) {
   constexpr int64_t kSize = element_size(kType);
   for (int64_t d = 0; d < count; d += kLanes) {
-    // If the head size is not a multiple of the vector length, the last elements go through buffers.
     const int64_t width = min_of<int64_t>(kLanes, count - d);
     char buffer[3][kLanes * kSize] = {};
     const char *from_a = a + d * kSize, *from_b = b + d * kSize;
@@ -34,7 +34,7 @@ void merge_row(const char* a, float factor_a, const char* b, float factor_b, cha
   }
 }
 
-// Row r's result over pieces [begin, end) in order, in each of which it is row `row`.
+// Merges row r, which is row `row` of each of the pieces [begin, end), in order.
 template <typename PieceOf>
 void join_row(const TreeAttentionParams& p, const RowTile& tile, int64_t r, int64_t row, int32_t begin, int32_t end,
               const PieceOf& piece_of) {
@@ -73,7 +73,7 @@ void merge_pieces(const TreeAttentionParams& p, const AttentionRanges& ranges, i
   const WorkPosition row_start = {stop.sequence, stop.row_tile, 0};
   if (stop.kv_tile == 0 || row_start.before(ranges.starts[range])) return;  // nothing cut, or begun by another range
 
-  // The pieces in the order of their keys: this range's tail, then heads up to the range that ends the row tile.
+  // Pieces in key order: this range's tail, then heads up to the range that ends the row tile.
   Piece pieces[kMaxRanges];
   int32_t count = 0;
   pieces[count++] = ranges.piece(range, AttentionRanges::kTail);

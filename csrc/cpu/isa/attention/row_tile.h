@@ -1,5 +1,4 @@
-// One row tile of one sequence, one of its KV heads at a time: which rows it has, what they see, where their keys lie
-// and where results go.
+// A row tile of one sequence, per KV head: its rows, visibility, key addresses and output.
 #pragma once
 
 #include "core/math.h"
@@ -9,7 +8,7 @@
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
-// Zeros that are read instead of K or V rows that no row sees or that no page holds.
+// Zeros in place of K or V rows that have no page or are invisible to all rows.
 constexpr int64_t kMaxHeadDim = 576, kMaxHeadDimV = 512;
 alignas(64) static constexpr char kZeroRow[kMaxHeadDim * 4] = {};
 
@@ -17,9 +16,9 @@ struct RowTile {
   int64_t sequence;
   int32_t kv_head;
   SequenceWork work;
-  int32_t heads;      // how many heads share the tile, from this one on
-  int64_t first_row;  // within the sequence's rows of this head
-  int32_t rows;       // of a head
+  int32_t heads;      // heads that share the tile, from this one on
+  int64_t first_row;  // among the sequence's rows of this head
+  int32_t rows;       // per head
 
   int64_t token(const TreeAttentionParams& p, int64_t r) const {
     return work.tokens.begin + (first_row + r) / p.group_size;
@@ -27,7 +26,6 @@ struct RowTile {
   int64_t head(const TreeAttentionParams& p, int64_t r) const {
     return int64_t{kv_head} * p.group_size + (first_row + r) % p.group_size;
   }
-  // The part of the tile that belongs to head h of those that share it.
   RowTile only(int32_t h) const {
     RowTile tile = *this;
     tile.kv_head += h;
@@ -53,7 +51,6 @@ static inline const char* q_row(const TreeAttentionParams& p, const RowTile& til
   return static_cast<const char*>(p.q) + offset * element_size(p.q_dtype);
 }
 
-// What the tokens of a row tile see, one entry per token.
 struct TileVisibility {
   Visibility tokens[kMTile];
   int32_t count;
@@ -61,7 +58,7 @@ struct TileVisibility {
   int64_t plain_begin, plain_end;  // every row sees every key inside
 };
 
-// What query i of a sequence sees, of which tree_length() is `tree_len`.
+// Returns query i's visible keys; `tree_len` is the sequence's tree_length().
 static inline Visibility query_visibility(const TreeAttentionParams& p, const SequenceWork& work, int64_t tree_len,
                                           int64_t i) {
   if (tree_len < 0) return causal_visibility(work.seq_len, work.tokens.size(), i, p.window);
@@ -86,7 +83,7 @@ static inline void see(const TreeAttentionParams& p, const RowTile& tile, TileVi
   }
 }
 
-// The visible keys of one KV tile: bit k of token i's word. Returns the keys that any token sees.
+// Writes visible keys of a KV tile as bits per token. Returns their union.
 static inline uint64_t visible_keys(const TileVisibility& seen, int64_t first_key, uint64_t* bits) {
   const auto key = static_cast<int32_t>(first_key);
   uint64_t any = 0;
@@ -100,7 +97,7 @@ static inline uint64_t visible_keys(const TileVisibility& seen, int64_t first_ke
 
 constexpr uint64_t kAllKeys = ~uint64_t{0};
 
-// The K and V rows of one KV tile; kZeroRow for keys that are not wanted or lie on no page.
+// K and V rows of one KV tile; kZeroRow for unwanted keys or missing pages.
 struct KeyRows {
   const char* k[kKvTile];
   const char* v[kKvTile];
@@ -129,7 +126,7 @@ static inline void find_key_rows(const TreeAttentionParams& p, const RowTile& ti
   }
 }
 
-// Prefetches the rows of a KV tile in equal shares: spread over the arithmetic of the tile before, none has to wait.
+// Prefetches a KV tile in equal shares during the previous tile's arithmetic.
 struct TilePrefetch {
   const KeyRows& rows;
   int64_t k_bytes, v_bytes;
@@ -151,7 +148,6 @@ struct TilePrefetch {
   }
 };
 
-// Moves on to the K and V rows of the tile's next head.
 static inline void step_head(const TreeAttentionParams& p, KeyRows& rows) {
   const int64_t size = element_size(p.kv_dtype);
   const int64_t k_step = p.k_cache.head_stride * size, v_step = p.v_cache.head_stride * size;
@@ -162,8 +158,8 @@ static inline void step_head(const TreeAttentionParams& p, KeyRows& rows) {
   }
 }
 
-// The part of a tile's rows, those of all heads, that is prefetched while head h of the tile before is computed;
-// `first` holds the first head's rows. Rows are taken in the order in which they lie in memory.
+// Selects the share of a tile's rows, of all heads in memory order, to prefetch during head h of the previous tile.
+// `first`: the first head's rows.
 static inline void prefetch_share(const TreeAttentionParams& p, int32_t h, int32_t heads, const KeyRows& first,
                                   KeyRows& share) {
   const int64_t size = element_size(p.kv_dtype);
@@ -180,7 +176,7 @@ static inline void prefetch_share(const TreeAttentionParams& p, int32_t h, int32
   }
 }
 
-// Writes the output of row r: `out` is sum 2^(score - maximum) V, scores in base 2.
+// Writes row r; `out` is sum 2^(score - maximum) V, scores in base 2.
 static inline void finish_row(const TreeAttentionParams& p, const RowTile& tile, int64_t r, const float* out,
                               float maximum, float sum) {
   const int64_t token = tile.token(p, r), head = tile.head(p, r);

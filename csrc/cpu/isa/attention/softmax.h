@@ -1,13 +1,13 @@
-// Online softmax over one tile of scores.
+// Online softmax over one tile of scores (base 2).
 #pragma once
 
 #include "cpu/isa/attention/workspace.h"
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
-// Scores in base 2 from q.k: scale, or with a softcap cap * tanh(q.k * scale / cap).
+// score = scale * q.k, or with a softcap cap * tanh(q.k * scale / cap).
 struct ScoreMap {
-  float scale;  // multiplies q.k; with a softcap it gives the exponent in tanh(x) = 1 - 2 / (2^(x * 2 log2 e) + 1)
+  float scale;  // factor of q.k; with a softcap, the exponent in tanh(x) = 1 - 2 / (2^(x * 2 log2 e) + 1)
   float cap;    // 0: none
 
   vfloat operator()(vfloat dot) const {
@@ -22,8 +22,8 @@ static inline ScoreMap score_map(const TreeAttentionParams& p, int32_t kv_head) 
   return {scale * 2.0f * kLog2E / p.softcap, p.softcap * kLog2E};
 }
 
-// Turns one row of q.k [kKvTile] into 2^(score - maximum), 0 where its bit of `visible` is not set, and updates the
-// state. Returns the factor for what was accumulated under the old maximum.
+// Replaces q.k [kKvTile] by 2^(score - maximum), 0 where `visible` has no bit. Returns the rescale factor of earlier
+// output.
 template <bool kMasked, typename StoreWeights>
 static inline float softmax_row(const float* dots, uint64_t visible, const ScoreMap& score, RowState& state,
                                 const StoreWeights& store_weights) {
@@ -40,7 +40,7 @@ static inline float softmax_row(const float* dots, uint64_t visible, const Score
     top = max(top, scores[i]);
   }
   const float maximum = __builtin_fmaxf(state.maximum, reduce_max(top));
-  // A row that has seen nothing yet: any finite number keeps -inf - maximum from being NaN.
+  // A finite base for rows without a visible key keeps -inf - base from being NaN.
   const float base = maximum == -kInfinity ? 0.0f : maximum;
   vfloat sum = splat(0.0f);
   for (int i = 0; i < kVectors; ++i) {

@@ -1,22 +1,22 @@
-// A worker's memory while it computes one row tile.
+// Memory for one row tile.
 #pragma once
 
 #include "cpu/isa/attention/row_tile.h"
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
-// Row state: the maximum so far (base 2) and the sum of 2^(score - maximum).
+// Base-2 maximum, and the sum of 2^(score - maximum).
 struct RowState {
   float maximum;
   float sum;
 };
 
-// Operands in the layouts of the engine that uses them: q, k, v and weights may hold a narrower type than fp32.
+// Layouts are the engine's; q, k, v and the weights may be narrower than fp32.
 struct Workspace {
   float *q, *k, *v;  // [kMTile, D], [kKvTile, D], [kKvTile, Dv]
-  float* scores;     // [kMTile, kKvTile], overwritten by the softmax weights
+  float* scores;     // [kMTile, kKvTile], overwritten by softmax weights
   float* out;        // [kMTile, Dv], unnormalised
-  float* factors;    // [kMTile], the factors of what `out` held before the tile
+  float* factors;    // [kMTile], rescale factors of `out`
   RowState* states;  // [kMTile]
 
   Workspace(void* memory, int64_t head_dim, int64_t head_dim_v) {
@@ -29,7 +29,6 @@ struct Workspace {
     states = reinterpret_cast<RowState*>(factors + kMTile);
   }
 
-  // The workspace of the rows from r on.
   Workspace from_row(int64_t r, int64_t head_dim, int64_t head_dim_v) const {
     Workspace rest = *this;
     rest.q += r * head_dim;

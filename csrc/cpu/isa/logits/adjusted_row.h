@@ -1,5 +1,6 @@
-// A row under request options as vectors of clean floats. Logits are adjusted where they are read, and only where a
-// bound that costs next to nothing says that they matter: most counts and most patches are never looked at.
+// A row under request options. Logits are adjusted on reading, and only if a cheap bound shows that they matter: most
+// counts and patches are never read.
+// logit = patched ? value : penalised(masked(min(raw, largest)))
 #pragma once
 
 #include <algorithm>
@@ -12,14 +13,13 @@
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
 struct AdjustedLogit {};
-// The dtype of a LogitRow whose logits are an AdjustedRow.
+// dtype of rows that point to an AdjustedRow.
 constexpr DType kAdjusted = static_cast<DType>(-1);
 
 static inline AdjustedRow& adjusted_row(const LogitRow& row) {
   return *static_cast<AdjustedRow*>(const_cast<void*>(row.logits));
 }
 
-// Calls body.template operator()<T>() with the type that logits in memory are stored in.
 template <typename Body>
 static inline auto with_memory(DType dtype, const Body& body) {
   switch (dtype) {
@@ -32,7 +32,6 @@ static inline auto with_memory(DType dtype, const Body& body) {
   }
 }
 
-// The same for rows that may be adjusted.
 template <typename Body>
 static inline auto with_logits(DType dtype, const Body& body) {
   if (dtype == kAdjusted) return body.template operator()<AdjustedLogit>();
@@ -43,7 +42,7 @@ static inline vfloat load_memory(const LogitRow& memory, int64_t begin) {
   return with_memory(memory.dtype, [&]<typename T>() { return load_raw<T>(memory, begin); });
 }
 
-// Bits `first` .. `first` + kLanes - 1 of a packed mask of `size` bits, and others above them.
+// Bits from `first` on of a packed mask of `size` bits; bits above kLanes are arbitrary.
 static inline uint32_t word_at(const int32_t* words, int64_t first, int64_t size) {
   uint64_t window = static_cast<uint32_t>(words[first / 32]);
   if (first % 32 + kLanes <= 32) return static_cast<uint32_t>(window >> first % 32);
@@ -53,10 +52,8 @@ static inline uint32_t word_at(const int32_t* words, int64_t first, int64_t size
   return static_cast<uint32_t>(window >> first % 32);
 }
 
-// Lane i = bit i is set.
 static inline vint lanes_of(uint32_t word) { return ((splat(word) >> bits<vuint>(lane_index())) & 1u) != 0u; }
 
-// Whether a mask has a zero among a block's bits; true where that is not known.
 static inline bool has_zeros(const AdjustedRow& a, int64_t block) {
   const int64_t begin = block * kPeakBlock, end = begin + kPeakBlock;
   if (end > a.memory.vocab || (a.memory.allowed_words == nullptr && a.memory.allowed != nullptr)) return true;
@@ -71,7 +68,7 @@ static inline bool has_zeros(const AdjustedRow& a, int64_t block) {
   return all != -1;
 }
 
-// Whether a mask may forbid a token of a block, which is looked up once: most masks are all ones in most places.
+// Returns true if a mask may forbid a token of the block. Computed once: most masks are mostly ones.
 static inline bool may_forbid_in_block(const AdjustedRow& a, int64_t block) {
   if (a.masks[block] == BlockMasks::kUnknown) {
     a.masks[block] = has_zeros(a, block) ? BlockMasks::kForbid : BlockMasks::kAllow;
@@ -83,7 +80,7 @@ static inline vfloat finite_or_less(const AdjustedRow& a, vfloat raw) {
   return min(max(raw, splat(-kInfinity)), splat(a.largest)) + 0.0f;
 }
 
-// What the masks leave of a vector, before penalties and patches.
+// Applies masks, before penalties and patches.
 static inline vfloat masked(const AdjustedRow& a, vfloat raw, int64_t begin) {
   vfloat logit = finite_or_less(a, raw);
   if (may_forbid(a.memory, begin)) logit = select(load_allowed(a.memory, begin), logit, splat(-kInfinity));
@@ -106,12 +103,10 @@ static inline vint in_prompt_of(const AdjustedRow& a, int64_t begin) {
   return a.prompt_mask == nullptr ? vint{} : lanes_of(word_at(a.prompt_mask, a.first_token + begin, a.vocab));
 }
 
-// The tokens of a vector that pay penalties.
 static inline vint payers_of(const AdjustedRow& a, int64_t begin) {
   return (load_counts(a, begin) > 0) | in_prompt_of(a, begin);
 }
 
-// What penalties leave of a masked vector.
 static inline vfloat penalised_lanes(const AdjustedRow& a, vfloat logit, int64_t begin) {
   const vint counts = load_counts(a, begin), in_prompt = in_prompt_of(a, begin);
   const vint said = counts > 0;
@@ -120,8 +115,8 @@ static inline vfloat penalised_lanes(const AdjustedRow& a, vfloat logit, int64_t
   return min(penalised<VectorMath>(a.penalties, logit, times, in_prompt), splat(kMaxFloat));
 }
 
-// The adjusted logits of a vector, given those in memory; lanes past the row are -inf. Lanes for which
-// `matters(bound)` is false may hold upper bounds instead; `matters` must be monotone.
+// Returns adjusted logits, -inf past the row. Lanes without `matters(bound)`, a monotone predicate, may hold upper
+// bounds.
 template <typename Matters>
 static inline vfloat adjust_if(const AdjustedRow& a, vfloat raw, int64_t begin, bool has_masks,
                                const Matters& matters) {
@@ -135,8 +130,7 @@ static inline vfloat adjust(const AdjustedRow& a, vfloat raw, int64_t begin, boo
   return adjust_if(a, raw, begin, has_masks, [](vfloat bound) { return bound == bound; });
 }
 
-// Replaces the bounds of a block's peaks, one per lane, by the peaks themselves, or by bounds of which the largest is a
-// peak, for which few counts are read.
+// Replaces bounds of a block's peaks by peaks, or by bounds whose largest is a peak, which reads few counts.
 static inline __attribute__((noinline)) void find_block_peaks(AdjustedRow& a, int64_t block, float* peaks,
                                                               Exactness wanted) {
   const int64_t end = min_of<int64_t>((block + 1) * kPeakBlock, a.memory.vocab);
@@ -158,7 +152,7 @@ static inline __attribute__((noinline)) void find_block_peaks(AdjustedRow& a, in
   a.exactness[block] = a.lowers ? wanted : Exactness::kPeaks;
 }
 
-// NaN is -inf here already: find_adjusted_peak() tells whether there is one.
+// Loads NaN as -inf; find_adjusted_peak() reports it.
 template <>
 inline vfloat load_raw<AdjustedLogit>(const LogitRow& row, int64_t begin) {
   const AdjustedRow& a = adjusted_row(row);
@@ -169,7 +163,7 @@ inline vfloat clean<AdjustedLogit>(vfloat raw, const LogitRow&, int64_t) {
   return raw;
 }
 
-// Logits; where those cost more than bounds of them, bounds of vectors in which nothing `matters`.
+// Loads bounds instead of logits for vectors without lanes that `matters`, where cheaper.
 template <typename T, typename Matters>
 static inline vfloat load_if(const LogitRow& row, int64_t begin, const Matters& matters) {
   if constexpr (!std::is_same_v<T, AdjustedLogit>) return load_logits<T>(row, begin);
@@ -182,27 +176,25 @@ static inline vfloat load_bounds(const LogitRow& row, int64_t begin) {
   return load_if<T>(row, begin, [](vfloat) { return vint{}; });
 }
 
-// Whether many of the bounds are above their logits.
 template <typename T>
 static inline bool has_bounds(const LogitRow& row) {
   if constexpr (!std::is_same_v<T, AdjustedLogit>) return false;
   return adjusted_row(row).pays;
 }
 
-// The logits of a block that was opened.
 template <typename T>
 class BlockReader {
  public:
   explicit BlockReader(const LogitRow& row) : row_(row) {}
-  // Under request options, logits below `least` may read as others below it.
+  // Allows adjusted logits below `least` to read as others below it.
   void open(int64_t, float least) { least_ = least; }
-  // False only if all logits of a vector are below `least`.
+  // Returns false only if the whole vector is below `least`.
   bool may_reach(int64_t t) const { return lane_bits((*this)(t) >= splat(least_)) != 0; }
-  // The same of `count` vectors from t on, where that is known without reading them.
+  // Tests `count` vectors without reading them.
   static bool any_may_reach(int64_t, int) { return true; }
   bool reads_all() const { return least_ == -kInfinity; }
   vfloat operator()(int64_t t) const { return load_logits<T>(row_, t); }
-  // The same if `reads_all`.
+  // Requires `reads_all`.
   vfloat known(int64_t t) const { return (*this)(t); }
 
  private:
@@ -230,7 +222,7 @@ class BlockReader<AdjustedLogit> {
     return any_may_reach(t, 1);
   }
   bool reads_all() const { return reads_all_; }
-  // t is a multiple of these vectors' tokens.
+  // Requires t to be a multiple of kLanes * count.
   bool any_may_reach(int64_t t, int count) const {
     if (reads_all_) return true;
     const int64_t i = (t - begin_) / kLanes;
@@ -246,7 +238,7 @@ class BlockReader<AdjustedLogit> {
 
  private:
   int64_t end() const { return min_of<int64_t>(begin_ + kPeakBlock, a_.memory.vocab); }
-  // All of the block is asked for, often several times.
+  // Adjusts the whole block for repeated reads.
   __attribute__((noinline)) void keep() {
     uint8_t& is_kept = a_.is_kept[begin_ / kPeakBlock];
     if (is_kept) return;
@@ -267,7 +259,7 @@ class BlockReader<AdjustedLogit> {
         payers[i / 64] |= uint64_t{lane_bits(payers_of(a, t)) != 0} << i % 64;
       }
     });
-    // Apart from the others, since no processor foresees which vectors pay.
+    // Separate, because no branch predictor foresees payers.
     for (int64_t word = 0; word < kWords; ++word) {
       for (uint64_t left = payers[word]; left != 0; left &= left - 1) {
         const int64_t t = begin + (word * 64 + __builtin_ctzll(left)) * kLanes;
@@ -275,8 +267,7 @@ class BlockReader<AdjustedLogit> {
       }
     }
   }
-  // Most vectors need no look: neither what is in memory reaches `least` nor what was patched. What was found for a
-  // lower one will do.
+  // Marks vectors whose raw or patched logits reach `least`. Reuses the result for a lower `least`.
   __attribute__((noinline)) void find_vectors() {
     const int64_t block = begin_ / kPeakBlock;
     vectors_ = a_.found + block * kWords;
@@ -306,7 +297,7 @@ class BlockReader<AdjustedLogit> {
   int64_t begin_ = 0;
   float least_ = -kInfinity;
   bool has_masks_ = true, reads_all_ = true;
-  uint64_t* vectors_ = nullptr;  // bits: those that are looked at
+  uint64_t* vectors_ = nullptr;  // bits: vectors to read
 };
 
 }  // namespace pagedtree::cpu::PAGEDTREE_ISA

@@ -1,4 +1,4 @@
-// Draws a draft node's children from the filtered distribution of its row of logits, and writes that distribution.
+// Draws a draft node's children, and writes the filtered distribution.
 #include "core/drafting.h"
 #include "cpu/isa.h"
 #include "cpu/isa/logits/masses.h"
@@ -6,7 +6,7 @@
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
-// Tokens as integer masses; probabilities are mass / total. A token without mass has probability 0 and is never drawn.
+// probability = mass / total. A token without mass is never drawn.
 template <typename T>
 struct Masses {
   const LogitRow& row;
@@ -33,7 +33,7 @@ static inline uint64_t write_distribution(const Masses<T>& masses, float* probs)
   return sum.whole();
 }
 
-// Draws without replacement: the best tokens by log-mass + Gumbel noise, best first (Kool et al., ICML 2019).
+// Draws without replacement: the largest log-mass + Gumbel noise, best first (Kool et al., ICML 2019).
 template <typename T>
 static inline int32_t draw_distinct(const Masses<T>& masses, const ChildrenDraw& draw) {
   const int32_t count = draw.count;
@@ -63,7 +63,7 @@ static inline int32_t draw_distinct(const Masses<T>& masses, const ChildrenDraw&
   return size;
 }
 
-// Independent draws: child r is the first token whose cumulative mass exceeds a 64-bit fraction of the total.
+// Draws independently: the first token whose cumulative mass exceeds a random 64-bit fraction of the total.
 template <typename T>
 static inline int32_t draw_independent(const Masses<T>& masses, uint64_t total, const ChildrenDraw& draw) {
   uint64_t targets[kMaxTreeNodes];

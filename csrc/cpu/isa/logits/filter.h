@@ -1,5 +1,5 @@
-// The filters' threshold on a row of logits, found without a copy of it: the tokens that may be above the threshold are
-// listed, and the list is halved until one logit is left.
+// Threshold of the filters, without a copy of the row: lists tokens that may reach it, then bisects the list.
+// threshold = max{logit: weight of all logits >= it reaches the target}
 #pragma once
 
 #include "core/sampling.h"
@@ -8,16 +8,15 @@
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
-// A logit below which the filter keeps no token.
+// Returns a lower bound of the kept logits.
 static inline float least_kept(const Filter& filter, const Scale& scale) {
   if (filter.min_x == -kInfinity) return filter.min_logit;
-  // x of what is less below the peak may round to 0.
+  // Smaller distances to the peak may have an x that rounds to 0.
   const double peak = scale.peak, below = (static_cast<double>(filter.min_x) - 0x1p-120) / scale.inverse_temperature;
   const float least = static_cast<float>(peak + 1.001 * below - 1e-6 * (peak < 0.0 ? -peak : peak));
   return least > filter.min_logit ? least : filter.min_logit;
 }
 
-// What a search sees of a row: only tokens with x of at least `min_x`.
 struct View {
   const LogitRow& row;
   Scale scale;
@@ -28,7 +27,6 @@ struct View {
   vuint weights(vfloat logit) const { return weight_of<VectorMath>(scale(logit)) & bits<vuint>(sees(logit)); }
 };
 
-// A sum of more bits than its terms.
 class WeightSum {
  public:
   void add(vuint weights) {
@@ -45,7 +43,7 @@ class WeightSum {
   vulong sums_{};
 };
 
-// The mass of the view's tokens that `counts(logit, t)`; no logit of theirs is below `least`.
+// Returns the mass of the tokens with `counts(logit, t)`, all of which reach `least`.
 template <typename T, typename Counts>
 static inline uint64_t mass_of_tokens(const View& view, float least, const Counts& counts) {
   WeightSum sum;
@@ -68,13 +66,13 @@ static inline uint64_t mass_of_all(const View& view) {
   return mass_of_tokens<T>(view, -kInfinity, [](vfloat logit, int64_t) { return logit == logit; });
 }
 
-// Logits in no order, and others below them up to a whole vector.
+// Unordered, padded with smaller logits to a whole vector.
 struct LogitList {
   const float* values;
   int64_t size;
 };
 
-// The sum of weights(logit) over the logits of the list that reach `least`.
+// Sums weights(logit) over logits >= least.
 template <typename Weights>
 static inline uint64_t sum_of_list(const LogitList& list, float least, const Weights& weights) {
   WeightSum sum;
@@ -85,19 +83,19 @@ static inline uint64_t sum_of_list(const LogitList& list, float least, const Wei
   return sum.whole();
 }
 
-// The largest logit such that the tokens at or above it weigh `target`; what those above it weigh, and how many tie.
+// The threshold, the weight above it, and its number of ties.
 struct Cut {
   float logit;
   uint64_t above = 0;
   int64_t ties = 0;
 };
 
-// The cut among logits between `least` and `most`, which together weigh as much. `left` has room for the list.
+// Requires logits in [least, most] with a total of at least `target`. `left`: room for the list.
 template <typename Weights>
 static inline Cut find_cut(LogitList list, float least, float most, uint64_t target, float* left,
                            const Weights& weights) {
   Cut cut{least};
-  bool by_key = false;  // every second time, so that 64 times are enough for any logits
+  bool by_key = false;  // every second time: at most 64 steps
   do {
     const uint32_t low = order_key<ScalarMath>(cut.logit), high = order_key<ScalarMath>(most);
     float middle = 0.5f * cut.logit + 0.5f * most;
@@ -106,7 +104,7 @@ static inline Cut find_cut(LogitList list, float least, float most, uint64_t tar
     const uint64_t upper = sum_of_list(list, middle, weights);
     const bool reached = cut.above + upper >= target;
     if (!reached) cut.above += upper;
-    vfloat lowest = splat(-kInfinity), highest = lowest;  // the lowest one's opposite
+    vfloat lowest = splat(-kInfinity), highest = lowest;  // negated
     int64_t size = 0;
     for (int64_t i = 0; i < list.size; i += kLanes) {
       const vfloat logit = load(list.values + i);
@@ -124,7 +122,7 @@ static inline Cut find_cut(LogitList list, float least, float most, uint64_t tar
   return cut;
 }
 
-// The tokens whose logit is `logit`, in id order, up to the `most`-th one: how many, and one past the id of that one.
+// The first `most` tokens of a logit in id order: their number, and the last id plus one.
 struct Ties {
   int64_t count = 0, end = 0;
 };
@@ -140,7 +138,7 @@ static inline Ties ties_of(const LogitRow& row, float logit, int64_t most) {
   return ties;
 }
 
-// A logit that at least `count` tokens reach, because `count` of the peaks do; the least one if fewer are finite.
+// Returns a logit that at least `count` peaks reach; the least finite one if fewer are finite.
 static inline float reached_by(const View& view, int64_t count, float* left) {
   const LogitList peaks{view.peaks, ceil_div<int64_t>(view.row.vocab, kPeakBlock) * kLanes};
   const auto one = [](vfloat) { return splat(1u); };
@@ -149,7 +147,7 @@ static inline float reached_by(const View& view, int64_t count, float* left) {
   return find_cut(peaks, -kMaxFloat, view.scale.peak, target, left, one).logit;
 }
 
-// A logit below which V tokens have less than 1 - top_p of all mass, even if rounding adds a half to each weight.
+// Returns a logit below which V tokens have less than 1 - top_p of the mass, even with weights rounded up by a half.
 static inline float below_top_p(const View& view, float top_p, uint64_t mass) {
   const float of_peaks = static_cast<float>(mass) * 0x1p-31f / static_cast<float>(view.row.vocab);
   const float share = 0.99f * (1.0f - top_p) * of_peaks - 0x1p-32f;
@@ -159,7 +157,6 @@ static inline float below_top_p(const View& view, float top_p, uint64_t mass) {
                                    static_cast<double>(log_exact<ScalarMath>(share)) / view.scale.inverse_temperature));
 }
 
-// Lists the view's logits that reach `least`.
 template <typename T>
 static inline LogitList list_logits(const View& view, float least, float* listed) {
   int64_t size = 0;
@@ -181,7 +178,7 @@ static inline LogitList list_logits(const View& view, float least, float* listed
   return {listed, size};
 }
 
-// Whether top-p is a part of the mass of all tokens, or of those that min-p keeps.
+// Returns true if top-p's total mass, of all tokens or of tokens above min-p, does not depend on top-k.
 static inline bool cuts_mass_of_all(const Sampling& sampling, int64_t vocab) {
   return sampling.top_p < 1.0f && (sampling.joint || !sampling.cuts_by_count(vocab));
 }
@@ -199,7 +196,7 @@ static inline Filter find_filter(const LogitRow& row, const Sampling& sampling, 
   const float enough = of_all ? below_top_p(view, sampling.top_p, mass) : kInfinity;
   float least = enough;
   LogitList list{};
-  // Where peaks are bounds, a few of them are above their logits.
+  // Bounds may exceed their logits: list more.
   for (int64_t count = has_bounds<T>(row) ? top_k + top_k / 8 + 8 : top_k;; count *= 2) {
     if (top_k > 0) least = min_of(enough, reached_by(view, count, scratch.left));
     list = list_logits<T>(view, least, scratch.listed);
@@ -207,7 +204,7 @@ static inline Filter find_filter(const LogitRow& row, const Sampling& sampling, 
   }
   const auto one = [](vfloat) { return splat(1u); };
   const auto weights = [&](vfloat logit) { return view.weights(logit); };
-  // If no more than top_k tokens are left, they end at the cut or are all tokens.
+  // If at most top_k tokens are listed, they end at the cut or are all tokens.
   if (top_k > 0 && top_k <= list.size) {
     filter.min_logit = find_cut(list, least, scale.peak, static_cast<uint64_t>(top_k), scratch.left, one).logit;
     if (!sampling.joint) least = filter.min_logit;
@@ -224,7 +221,6 @@ static inline Filter find_filter(const LogitRow& row, const Sampling& sampling, 
   return filter;
 }
 
-// Which of the tokens begin .. begin + kLanes - 1 the filter keeps; x is their scaled logit.
 static inline vint kept_lanes(const Filter& filter, vfloat logit, vfloat x, int64_t begin) {
   const vint tied = (logit == filter.min_logit) & lanes_before(filter.tie_end, begin);
   return (x >= filter.min_x) & ((logit > filter.min_logit) | tied);

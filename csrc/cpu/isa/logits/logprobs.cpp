@@ -1,4 +1,4 @@
-// Log-probabilities of tokens in a row of logits, see core/logprobs.h.
+// Log-probabilities and ranks of tokens, see core/logprobs.h.
 #include "core/logprobs.h"
 
 #include "cpu/isa.h"

@@ -1,11 +1,10 @@
-// Sums of masses, in the order of MassTable (core/verify/rules.h).
+// Sums in the order of MassTable (core/verify/rules.h).
 #pragma once
 
 #include "cpu/isa/logits/masses.h"
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
-// The partial sums of a block.
 struct Sums {
   static constexpr int kParts = kMassSums / kLanes;
   static_assert(kMassSums % kLanes == 0);
@@ -19,7 +18,7 @@ struct Sums {
   }
 };
 
-// Whether the block may hold a token that the filter keeps and that has a mass; `peaks` is null if the row is uniform.
+// Returns false if the block has no kept token with a mass. `peaks`: null for a uniform row.
 static inline bool may_have_mass(const float* peaks, int64_t begin, const RowDistribution& distribution) {
   if (peaks == nullptr) return true;
   const vfloat x = distribution.scale(peaks_at(peaks, begin));
@@ -27,7 +26,6 @@ static inline bool may_have_mass(const float* peaks, int64_t begin, const RowDis
          lane_bits((x >= splat(distribution.filter.min_x)) & has_mass(x)) != 0;
 }
 
-// The sum of values(i) over the lanes at i, for `count` tokens of a block.
 template <typename Values>
 static inline float sum_of(int count, const Values& values) {
   Sums sums;
@@ -42,7 +40,7 @@ static inline double sum_groups(int64_t vocab, MassTable& table) {
   return table.total(vocab);
 }
 
-// `sum_block` gives a block's sum for its first token and its number.
+// Calls sum_block(first token, index) for each block's sum.
 template <typename SumBlock>
 static inline double sum_blocks(int64_t vocab, MassTable& table, const SumBlock& sum_block) {
   for (int64_t block = 0; block < MassTable::num_blocks(vocab); ++block) {
@@ -51,7 +49,7 @@ static inline double sum_blocks(int64_t vocab, MassTable& table, const SumBlock&
   return sum_groups(vocab, table);
 }
 
-// The sum of a distribution's masses, and those of its blocks in the table. `block` has room for kMassBlock masses.
+// Returns the sum of a distribution's masses and fills the table. `block`: room for kMassBlock masses.
 static inline double sum_distribution(const RowDistribution& distribution, const float* peaks, MassTable& table,
                                       float* block) {
   return sum_blocks(distribution.row.vocab, table, [&](int64_t begin, int64_t) {

@@ -1,4 +1,4 @@
-// The distribution of a row of logits, the masses of its tokens, and those of a draft's distribution beside it.
+// The distribution of a row, and token masses under target and draft.
 #pragma once
 
 #include "core/verify/rules.h"
@@ -13,14 +13,14 @@ static inline RowDistribution find_distribution(const LogitRow& row, const Sampl
   });
 }
 
-// Calls body.template operator()<T>() with the type of a distribution's logits; a row without finite ones has its own.
+// Handles uniform rows as a separate logit type.
 template <typename Body>
 static inline auto with_logits(const RowDistribution& distribution, const Body& body) {
   if (distribution.uniform) return body.template operator()<UniformLogit>();
   return with_logits(distribution.row.dtype, body);
 }
 
-// Masses of tokens t .. t + kLanes - 1, which have these logits; t is a multiple of kLanes below the vocabulary.
+// Requires t to be a multiple of kLanes.
 static inline __attribute__((always_inline)) vfloat masses_of(const RowDistribution& distribution, vfloat logit,
                                                               int64_t t) {
   const vfloat x = distribution.scale(logit);
@@ -33,14 +33,13 @@ static inline vfloat masses_at(const RowDistribution& distribution, int64_t t) {
   return masses_of(distribution, load_logits<T>(distribution.row, t), t);
 }
 
-// Probabilities as they are given.
+// Reads invalid probabilities as 0.
 template <typename T>
 static inline vfloat probabilities_at(const LogitRow& row, int64_t t) {
   const vfloat q = load_raw<T>(row, t);
   return select((q > 0.0f) & (q <= splat(kMaxFloat)), q, splat(0.0f));
 }
 
-// The mass of one token.
 static inline float mass_at(const RowDistribution& distribution, int64_t token) {
   return with_logits(distribution,
                      [&]<typename T>() { return masses_at<T>(distribution, token - token % kLanes)[token % kLanes]; });
@@ -54,7 +53,7 @@ static inline float draft_mass(const NodeDistributions& distributions, int64_t t
                      [&]<typename T>() { return probabilities_at<T>(row, token - token % kLanes)[token % kLanes]; });
 }
 
-// Writes at(t) for the tokens of a block; returns how many, filled up with zeros to a multiple of kMassSums.
+// Writes at(t) for a block's tokens, and zeros up to a multiple of kMassSums. Returns the padded count.
 template <typename At>
 static inline int fill_block(float* block, int64_t begin, int64_t vocab, const At& at) {
   const int64_t end = min_of(begin + kMassBlock, vocab);
@@ -74,8 +73,7 @@ static inline int load_masses(const RowDistribution& distribution, int64_t begin
   });
 }
 
-// Loads a block of both distributions; the target's masses are 0 unless `with_target`. Tried tokens count as 0, but
-// with `only_drafted` only those that have a mass under the draft.
+// Sets target masses to 0 unless `with_target`. Tried tokens count as 0, with `only_drafted` only if drafted.
 static inline int load_block(const NodeDistributions& distributions, int64_t begin, bool with_target, bool with_draft,
                              const TriedTokens& tried, bool only_drafted, MassBlock& block) {
   const int64_t vocab = distributions.target.row.vocab;

@@ -1,4 +1,4 @@
-// Noise by groups (core/noise.h) on vectors: for kLanes groups of a row at once.
+// Vectorised noise (core/noise.h) for kLanes groups at once.
 #pragma once
 
 #include "core/noise.h"
@@ -6,29 +6,28 @@
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
-constexpr int kGroupsTokens = kNoiseGroup * kLanes;  // of a vector of groups
+constexpr int kGroupsTokens = kNoiseGroup * kLanes;
 
-// The larger numbers of neighbouring lanes, of both vectors in their order.
 static inline vfloat largest_of_pairs(vfloat a, vfloat b) {
   vint even;
   for (int i = 0; i < kLanes; ++i) even[i] = 2 * i;
   return max(__builtin_shuffle(a, b, even), __builtin_shuffle(a, b, even + 1));
 }
 
-// Lane i has the largest of the group i of tokens.
+// Returns the maximum of token group i in lane i.
 static inline vfloat largest_of_groups(const vfloat x[kNoiseGroup]) {
   const vfloat low = largest_of_pairs(largest_of_pairs(x[0], x[1]), largest_of_pairs(x[2], x[3]));
   const vfloat high = largest_of_pairs(largest_of_pairs(x[4], x[5]), largest_of_pairs(x[6], x[7]));
   return largest_of_pairs(low, high);
 }
 
-// The noise of a row whose token 0 is `first_id`, anywhere in a group.
+// `first_id`, the id of token 0, need not begin a group.
 class Noise {
  public:
   Noise(uint64_t seed, int64_t position, RandomUse use, int64_t first_id = 0)
       : seed_(seed), position_(position), use_(use), first_id_(first_id) {}
 
-  // Bounds of the noise of tokens `begin` + 8 i .. + 7 in lane i; `begin` is a multiple of kGroupsTokens.
+  // Bounds tokens `begin` + 8 i .. + 7 in lane i; `begin` is a multiple of kGroupsTokens.
   vfloat bounds(int64_t begin) {
     const uint32_t group = group_of(begin), at = group % kNoiseRun;
     if (group / kNoiseRun != run_) {
@@ -50,7 +49,6 @@ class Noise {
  private:
   uint32_t group_of(int64_t token) const { return static_cast<uint32_t>((first_id_ + token) / kNoiseGroup); }
 
-  // The words of a run's groups.
   void draw(uint32_t run, uint32_t* words) const {
     for (int i = 0; i < 32; i += kLanes) {
       vuint of_blocks[4];
@@ -63,7 +61,7 @@ class Noise {
   int64_t position_;
   RandomUse use_;
   int64_t first_id_;
-  uint32_t run_ = ~0u, group_ = ~0u;  // of the words, of the noises
+  uint32_t run_ = ~0u, group_ = ~0u;  // of words_ and noises_
   uint32_t words_[2 * kNoiseRun + kLanes];
   NoiseGroup noises_;
 };

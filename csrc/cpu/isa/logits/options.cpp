@@ -40,7 +40,7 @@ struct Writer {
       if (token >= 0 && column >= 0 && column < row.vocab) f(column, r.o.bias_values[i]);
     }
   }
-  // All that the entries will need is on its way before the first one is looked at: it lies anywhere in long rows.
+  // Prefetches all entries first: they are scattered over long rows.
   void begin_bias(const NodeRange& entries) {
     each_bias(entries, [&](int64_t column, float) { fetch(column); });
     each_bias(entries, [&](int64_t column, float value) { scratch.bias[column] += value == value ? value : 0.0f; });
@@ -87,7 +87,7 @@ LogitRow adjust_row(const RowOptions& r, const LogitRow& row, AdjustedRow& scrat
                        : nullptr;
   if (scratch.allowed_mask != nullptr && row.allowed == nullptr && row.allowed_words == nullptr &&
       o.first_token % 32 == 0) {
-    // Without a grammar, the sequence's mask can take its place, for which rows need no adjustment.
+    // Without a grammar the sequence's mask replaces it and needs no adjustment.
     scratch.memory.allowed_words = scratch.allowed_mask + o.first_token / 32;
     scratch.allowed_mask = nullptr;
   }

@@ -1,4 +1,4 @@
-// The largest logit of a row, and of each of its blocks, by which later scans skip blocks.
+// Largest logit per row, and per block and lane, by which later scans skip blocks.
 #pragma once
 
 #include "cpu/isa/logits/adjusted_row.h"
@@ -7,7 +7,7 @@ namespace pagedtree::cpu::PAGEDTREE_ISA {
 
 static_assert(kLanes <= kMostLanes && kPeakBlock % kLanes == 0);
 
-// The first of the tokens from `begin` on, a multiple of kLanes, whose logit is `logit`; there must be one.
+// Returns the first token with this logit, which must exist; `begin` is a multiple of kLanes.
 template <typename T>
 static inline int64_t first_token_of(const LogitRow& row, float logit, int64_t begin) {
   while (true) {
@@ -17,7 +17,7 @@ static inline int64_t first_token_of(const LogitRow& row, float logit, int64_t b
   }
 }
 
-// The peak under request options: penalties that only lower logits are looked at where a logit might be the largest.
+// Computes penalties that only lower logits just for candidates.
 static inline Peak find_adjusted_peak(const LogitRow& row, float* peaks) {
   AdjustedRow& a = adjusted_row(row);
   const int64_t num_blocks = ceil_div<int64_t>(row.vocab, kPeakBlock);
@@ -51,7 +51,7 @@ static inline Peak find_adjusted_peak(const LogitRow& row, float* peaks) {
   Peak peak;
   peak.has_nan = lane_bits(nan) != 0;
   int64_t best = 0;
-  while (true) {  // blocks in the order of their bounds, until all other bounds are lower
+  while (true) {  // best bound first, until all others are lower
     for (int64_t block = 0; block < num_blocks; ++block) {
       const bool higher = a.most[block] > a.most[best];
       if (higher || (a.most[block] == a.most[best] && is_known(best) && !is_known(block))) best = block;
@@ -68,7 +68,7 @@ static inline Peak find_adjusted_peak(const LogitRow& row, float* peaks) {
   return peak;
 }
 
-// Also writes the peaks of each block, one per lane. Under request options they are bounds.
+// Finds the peak, and writes peaks per block and lane, which are bounds under request options.
 template <typename T>
 static inline Peak find_peak(const LogitRow& row, float* peaks) {
   if constexpr (std::is_same_v<T, AdjustedLogit>) return find_adjusted_peak(row, peaks);
@@ -93,17 +93,15 @@ static inline Peak find_peak(const LogitRow& row, float* peaks) {
   return peak;
 }
 
-// The peaks of the block whose first token is t.
 static inline vfloat peaks_at(const float* peaks, int64_t t) { return load(peaks + t / kPeakBlock * kLanes); }
 
-// Whether the block's peaks are logits, not bounds of them.
 template <typename T>
 static inline bool has_peaks(const LogitRow& row, int64_t t) {
   if constexpr (!std::is_same_v<T, AdjustedLogit>) return true;
   return adjusted_row(row).exactness[t / kPeakBlock] == Exactness::kPeaks;
 }
 
-// Whether the block may hold a token with a logit of at least `least`.
+// Returns false only if the block is below `least`.
 static inline bool reaches(const float* peaks, int64_t t, float least) {
   return lane_bits(peaks_at(peaks, t) >= splat(least)) != 0;
 }

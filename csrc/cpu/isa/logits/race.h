@@ -1,4 +1,4 @@
-// The race of a row's tokens: the largest sum of x and Gumbel noise wins.
+// Gumbel-max race: winner = argmax over kept tokens of x + noise.
 #pragma once
 
 #include "cpu/isa/logits/filter.h"
@@ -11,8 +11,7 @@ struct Winner {
   int32_t token = 0;
 };
 
-// The kept token with the largest x + noise, the lowest on ties. Token 0's noise is that of id `first_id`. The peaks of
-// the row's blocks may be null.
+// Returns the lowest token on ties. Token 0 has the noise of id `first_id`. `peaks` may be null.
 template <typename T>
 static inline Winner race(const LogitRow& row, const Scale& scale, const Filter& filter, const float* peaks,
                           uint64_t seed, int64_t position, int64_t first_id = 0) {
@@ -27,11 +26,11 @@ static inline Winner race(const LogitRow& row, const Scale& scale, const Filter&
   for (int64_t block = 0; block < row.vocab; block += kPeakBlock) {
     if (peaks != nullptr && !reaches(peaks, block, filter.min_logit)) continue;
     if (filtered) logits.open(block, least_kept(filter, scale));
-    const float most_of_block = peaks == nullptr ? 0.0f : reduce_max(scale(peaks_at(peaks, block)));  // a bound of x
+    const float most_of_block = peaks == nullptr ? 0.0f : reduce_max(scale(peaks_at(peaks, block)));  // bounds x
     if (!(most_of_block + kMaxNoise > best.score)) continue;
     const int64_t end = min_of<int64_t>(block + kPeakBlock, row.vocab);
     for (int64_t begin = block; begin < end; begin += kGroupsTokens) {
-      // With a filter few tokens are kept, without one few have enough noise to win. The rarer is looked at first.
+      // Filters keep few tokens; otherwise few have enough noise. Test the rarer first.
       if (filtered && !logits.any_may_reach(begin, kNoiseGroup)) continue;
       if (!filtered && lane_bits(most_of_block + noise.bounds(begin) > best.score) == 0) continue;
       vfloat x[kNoiseGroup], most = splat(-kInfinity);

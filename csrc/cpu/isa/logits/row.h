@@ -1,5 +1,5 @@
-// A row of logits as vectors of clean floats: NaN becomes -inf, +inf the largest finite number of the type, -0 becomes
-// +0; what the grammar forbids or lies past the vocabulary becomes -inf.
+// A row as vectors of clean floats: NaN becomes -inf, +inf the type's largest number, -0 becomes +0, forbidden tokens
+// and lanes past the vocabulary -inf.
 #pragma once
 
 #include <type_traits>
@@ -18,7 +18,7 @@ struct BFloat16 {
 struct UniformLogit {};  // a row without finite logits reads as zeros
 
 template <typename T>
-constexpr float kLargest = kMaxFloat;  // what +inf reads as
+constexpr float kLargest = kMaxFloat;  // replaces +inf
 template <>
 inline constexpr float kLargest<BFloat16> = kMaxBFloat16;
 template <>
@@ -30,18 +30,16 @@ static inline vfloat load_values(const BFloat16* p) { return load_float<DType::k
 
 constexpr uint32_t kAllLanes = static_cast<uint32_t>((uint64_t{1} << kLanes) - 1);
 
-// Which of the tokens begin .. begin + kLanes - 1 precede `end`.
 static inline vint lanes_before(int64_t end, int64_t begin) {
   return lane_index() < static_cast<int32_t>(clamp_to<int64_t>(end, begin, begin + kLanes) - begin);
 }
 
-// Whether a grammar may forbid one of the tokens begin .. begin + kLanes - 1: most masks are all ones in most places.
+// Returns false if a grammar forbids none of these tokens; most masks are mostly ones.
 static inline bool may_forbid(const LogitRow& row, int64_t begin) {
   if (row.allowed_words == nullptr) return row.allowed != nullptr;
   return (~static_cast<uint32_t>(row.allowed_words[begin / 32]) >> (begin % 32) & kAllLanes) != 0;
 }
 
-// Lane i = token `begin` + i is allowed; `begin` is a multiple of kLanes.
 static inline vint load_allowed(const LogitRow& row, int64_t begin) {
   if (row.allowed_words != nullptr) {
     const uint32_t word = static_cast<uint32_t>(row.allowed_words[begin / 32]) >> (begin % 32);
@@ -52,7 +50,6 @@ static inline vint load_allowed(const LogitRow& row, int64_t begin) {
   return __builtin_convertvector(flags, vint) != 0;
 }
 
-// Tokens begin .. begin + kLanes - 1, as they stand in memory.
 template <typename T>
 static inline vfloat load_raw(const LogitRow& row, int64_t begin) {
   const T* logits = static_cast<const T*>(row.logits) + begin;

@@ -1,12 +1,11 @@
-// Draws a token from a row of logits in a few scans, without sorting or copying the row: the peak, the thresholds of
-// top-k and min-p, the race of the kept tokens' noise, and whether top-p keeps the winner.
+// Draws a token in a few scans, without sorting or copying the row.
+// peak -> thresholds of top-k and min-p -> race -> top-p test of the winner, else race without it
 #include "cpu/isa.h"
 #include "cpu/isa/logits/options.h"
 #include "cpu/isa/logits/race.h"
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
-// Asks which tokens have less mass before them than top-p needs.
 template <typename T>
 class TopP {
  public:
@@ -22,7 +21,7 @@ class TopP {
   }
 
  private:
-  // No more than the mass of all tokens, of which the peaks are some.
+  // Returns a lower bound.
   uint64_t mass_of_peaks() const {
     WeightSum sum;
     for (int64_t t = 0; t < view_.row.vocab; t += kPeakBlock) {
@@ -45,7 +44,7 @@ static inline Draw draw(const LogitRow& row, const Sampling& sampling, uint64_t 
     return {race<UniformLogit>(row, {0.0f, 1.0f}, Filter{}, nullptr, seed, position).token, true};
   }
   const Scale scale{peak.logit, inverse_temperature(sampling.temperature)};
-  // Top-p is asked afterwards whether it keeps the winner; if not, it keeps none of the tokens behind it either.
+  // Tests top-p on the winner. A rejected winner excludes all tokens after it in order.
   Sampling before_race = sampling;
   const bool asks = cuts_mass_of_all(sampling, row.vocab);
   if (asks) before_race.top_p = 1.0f;

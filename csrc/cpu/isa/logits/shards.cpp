@@ -1,4 +1,4 @@
-// Scans of this rank's columns of a row, see core/shards.h and core/shard_distributions.h.
+// Scans of a rank's columns, see core/shards.h and core/shard_distributions.h.
 #include "cpu/isa.h"
 #include "cpu/isa/logits/masses.h"
 #include "cpu/isa/logits/options.h"
@@ -7,7 +7,7 @@
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 namespace {
 
-// Adds the view's tokens whose keys begin with the known digits to the bins of the next digit.
+// Counts the next digit of the view's tokens whose keys begin with the known digits.
 template <typename T>
 inline void tabulate(const LogitRow& row, const ShardView& view, uint32_t found, int digit, int64_t* bins) {
   const int shift = 32 - kShardDigitBits * (digit + 1);
@@ -40,7 +40,6 @@ inline int64_t race_word(const ShardStepParams& p, const RowDistribution& distri
   return ranked_word(best.score, first + best.token);
 }
 
-// Sums of masses as integers.
 struct Units {
   vuint high{}, low{};
 
@@ -50,7 +49,7 @@ struct Units {
     high += more_high;
     low += more_low;
   }
-  // The sum, of at most one block: with more a lane would overflow.
+  // Sums at most one block, or a lane overflows.
   uint64_t whole() const {
     uint64_t sum = 0;
     for (int i = 0; i < kLanes; ++i) sum += (uint64_t{high[i]} << kHalfUnits) + low[i];
@@ -71,7 +70,7 @@ class ShardDistributions {
 
   const NodeDistributions& distributions() const { return distributions_; }
 
-  // Sums what is left at c, and the draft's masses, with the tokens of the first `num_tried` children tried.
+  // Sums the residual at c, and the draft. The first `num_tried` children count as tried.
   void sum(TreeWalk& walk, double c, int64_t num_tried, int64_t* words) {
     look_at(walk, c, num_tried);
     uint64_t left = 0, drafts = 0;
@@ -89,7 +88,7 @@ class ShardDistributions {
     words[1] = static_cast<int64_t>(drafts);
   }
 
-  // The first token at which the cumulative units of what is left exceed `bound`.
+  // Returns the first token whose cumulative residual units exceed `bound`.
   int64_t draw(TreeWalk& walk, double c, int64_t num_tried, uint64_t bound) {
     look_at(walk, c, num_tried);
     for (int64_t begin = 0; begin < distributions_.target.row.vocab; begin += kMassBlock) {
@@ -100,7 +99,7 @@ class ShardDistributions {
         bound -= units;
       }
     }
-    return distributions_.target.row.vocab - 1;  // not reached: the bound is below the sum
+    return distributions_.target.row.vocab - 1;  // unreachable: the bound is below the sum
   }
 
  private:
@@ -115,7 +114,6 @@ class ShardDistributions {
     factor_ = with_draft_ ? draft_factor(distributions_, c) : 0.0f;
   }
 
-  // Loads a block and replaces the target's masses by what is left of them.
   int load(int64_t begin) {
     const int count =
         load_block(distributions_, begin, true, with_draft_, tried_, p_.ratio.law != DraftLaw::kOneHot, block_);
@@ -135,7 +133,7 @@ class ShardDistributions {
   float factor_ = 0.0f;
 };
 
-// Writes the masses of the children's draft tokens that are in this rank's columns.
+// Publishes masses of the children's tokens in this rank's columns.
 inline void tell_drafts(const ShardWeighParams& p, TreeWalk& walk, const NodeDistributions& distributions) {
   for (int32_t child = walk.first_child(); child >= 0; child = walk.next_sibling(child)) {
     const int64_t row = walk.rows.begin + child, column = draft_token_at(walk.p, row) - p.shard.first_token;

@@ -1,11 +1,11 @@
-// The best tokens of a row of logits, and the normaliser of its softmax.
+// The k best tokens of a row, and the normaliser of its softmax.
 #include "core/drafting.h"
 #include "cpu/isa.h"
 #include "cpu/isa/logits/adjusted_row.h"
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
-// A block is skipped if its maximum is not among the best.
+// Chunks with a maximum below the k-th best are skipped.
 constexpr int kChunk = 64;
 
 template <typename T>
@@ -31,8 +31,7 @@ static inline void find_top(const LogitRow& row, int32_t k, int64_t* tokens, flo
   }
 }
 
-// The sum of exp(logit - peak), with the same bits for every vector length and backend: each block has sixteen partial
-// sums, which are added in order, then the blocks are.
+// Returns equal bits for all vector lengths and backends: sixteen partial sums per block, added in order, then blocks.
 template <typename T>
 static inline double sum_exp(const LogitRow& row, float peak) {
   constexpr int kPartials = 16;

@@ -1,5 +1,4 @@
-// The `Rows` of core/verify/rules.h, scanned one vector after the other, the rules that are templates over them, and
-// the walk that draws its tokens.
+// The `Rows` of core/verify/rules.h by sequential scans, and verify_sampled.
 #include "core/verify/block.h"
 #include "core/verify/rejection.h"
 #include "core/verify/traversal.h"
@@ -40,7 +39,6 @@ class Rows {
     distributions.total = sum_masses(distributions.target);
   }
 
-  // After other rows were open: the distributions of this one are known.
   void open_again(const RatioParams& p, int64_t b, int64_t row) {
     if (!p.verify.options.used) return;
     target_row(p, b, row);
@@ -64,7 +62,7 @@ class Rows {
   MassSums sums(const NodeDistributions& distributions, double c) {
     const bool with_draft = c != 0.0 && distributions.draft.row.logits != nullptr;
     const vfloat factor = splat(with_draft ? draft_factor(distributions, c) : 0.0f);
-    const bool sums_draft = with_draft && law_ == DraftLaw::kSwor;  // otherwise a draft's mass does not change
+    const bool sums_draft = with_draft && law_ == DraftLaw::kSwor;  // otherwise the draft's mass is constant
     const float* peaks = peaks_of(distributions.target);
     MassSums all;
     all.residual = sum_blocks(distributions.target.row.vocab, scratch_.residuals, [&](int64_t begin, int64_t block) {
@@ -120,7 +118,7 @@ class Rows {
 
  private:
   LogitRow target_row(const RatioParams& p, int64_t b, int64_t row) {
-    if (p.verify.options.used) peaks_row_ = {};  // which may be another row under the same address
+    if (p.verify.options.used) peaks_row_ = {};  // another row may have the same address
     return row_under(p.verify.options, b, row, logit_row(p.verify.logits, row), *scratch_.adjusted);
   }
 
@@ -129,7 +127,7 @@ class Rows {
     return find_distribution(row, sampling, scratch_.filter);
   }
 
-  // The peaks of the distribution's row, found again if another row's are in the scratch; null if the row is uniform.
+  // Recomputes the peaks if the scratch holds another row's; null for a uniform row.
   const float* peaks_of(const RowDistribution& distribution) {
     if (distribution.uniform) return nullptr;
     const LogitRow& row = distribution.row;
@@ -141,7 +139,7 @@ class Rows {
     return scratch_.filter.peaks;
   }
 
-  // The sum of one distribution's masses, as sums() with c = 0 and no tried token: draw() may follow.
+  // Like sums() with c = 0 and no tried token: draw() may follow.
   double sum_masses(const RowDistribution& distribution) {
     const float* peaks = peaks_of(distribution);
     last_sum_ = sum_distribution(distribution, peaks, scratch_.residuals, scratch_.block.target);
@@ -157,13 +155,13 @@ class Rows {
   RowScratch& scratch_;
   TriedTokens tried_;
   DraftLaw law_;
-  LogitRow peaks_row_{};  // the row whose peaks are in the scratch
+  LogitRow peaks_row_{};  // row of the peaks in the scratch
   double last_sum_ = 0.0;
 };
 
 }  // namespace
 
-// The token of each visited row is drawn as `sample` would; the walk goes on while a child has drafted it.
+// Samples each visited row as `sample` does, while a child drafted the token.
 void verify_sampled(const VerifyParams& p, int64_t b, RowScratch& scratch) {
   TreeWalk walk(p, b);
   const Sampling sampling = sampling_of(p.sampling, b);

@@ -1,10 +1,9 @@
-// One decay for each key channel: the products of decayed keys and queries with keys, docs/notes/recurrent.md.
+// Decays per key channel: products of decayed keys and queries with keys (docs/notes/recurrent.md).
 //
-// A path is cut into blocks, so that in each channel the product of the decays from a block's first token, exclusive,
-// to any token n of it, P[n], is at least kLeastProduct. Between tokens of one block D(n, m) = P[n] / P[m], and the
-// products are those of k[n] * P[n] with k[m] / P[m]. For tokens m of the block before, whose last token is e, these
-// rows are multiplied by exp(g[first token]) * P[e]; likewise for the block before that. All factors but 1 / P[m] are
-// at most 1.
+// Paths are cut into blocks so that P[n], a channel's product of decays from the block's first token (exclusive) to n,
+// is at least kLeastProduct. Within a block D(n, m) = P[n] / P[m], so the products are (k[n] * P[n]) . (k[m] / P[m]).
+// For m in the previous block, with last token e, rows are multiplied by exp(g[first token]) * P[e]; likewise for
+// earlier blocks. All factors except 1 / P[m] are at most 1.
 #pragma once
 
 #include "cpu/isa/recurrent/chunk.h"
@@ -12,11 +11,11 @@
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
 constexpr float kLeastProduct = 0x1p-60f;
-// Tokens of more blocks, and those with few ancestors, walk up their paths instead. A token's path decides alone.
+// Tokens with more blocks or few ancestors traverse their paths. The choice depends only on a token's path.
 constexpr int32_t kMaxBlocks = 4;
 constexpr int32_t kWalkedAncestors = 8;
 
-// Walks up the path of token i: its weights of the tokens before it, and the rows that read the first state.
+// Computes weights of token i by traversing its path, and rows that read the initial state.
 static inline void weigh_path(const Head& at, int32_t i) {
   const DeltaScratch& s = at.s;
   const int64_t width = s.keys_width;
@@ -50,8 +49,8 @@ static inline void weigh_path(const Head& at, int32_t i) {
   }
 }
 
-// Cuts all paths into blocks, with P in s.block_decays and the products of whole paths in s.channel_path_decays.
-// `first`: the first token that does not walk; `most`: blocks of such a token's path, at most.
+// Cuts paths into blocks. P goes to s.block_decays, whole-path products to s.channel_path_decays. `first`: first token
+// that uses blocks; `most`: maximum blocks of a path.
 struct Blocks {
   int32_t first, most;
 };
@@ -84,7 +83,6 @@ static inline Blocks cut_paths(const DeltaScratch& s) {
   return found;
 }
 
-// The rows of token i that are multiplied with keys: those of `rows`, times one or two rows of decays.
 static inline void decay_rows(const Head& at, int32_t i, const float* rows, const float* first, const float* second) {
   const DeltaScratch& s = at.s;
   for (int half = 0; half < 2; ++half) {
@@ -98,14 +96,13 @@ static inline void decay_rows(const Head& at, int32_t i, const float* rows, cons
   }
 }
 
-// The weights of the tokens that do not walk.
 static inline void weigh_blocks(const Head& at, Blocks of) {
   const DeltaScratch& s = at.s;
   const int64_t width = s.keys_width;
   const bool with_keys = at.p.beta != nullptr, with_queries = at.p.out != nullptr;
   pack_keys(s,
             [&](int32_t i, int64_t d) { return load(s.keys + i * width + d) / load(s.block_decays + i * width + d); });
-  for (int32_t number = 1; number <= of.most; ++number) {  // a token's own block first
+  for (int32_t number = 1; number <= of.most; ++number) {  // a token's block first
     const bool own = number == 1;
     for (int32_t i = of.first; i < s.count; ++i) {
       PathBlock& block = s.blocks[i];
@@ -132,7 +129,6 @@ static inline void weigh_blocks(const Head& at, Blocks of) {
   }
 }
 
-// The weights of all tokens, and the rows that read the first state.
 static inline void weigh_channels(const Head& at) {
   const DeltaScratch& s = at.s;
   const Blocks found = cut_paths(s);

@@ -1,4 +1,4 @@
-// The tokens of a chunk for one value head, and products of their keys.
+// Products of keys in a chunk of tokens.
 #pragma once
 
 #include "cpu/isa/tile/gemm.h"
@@ -10,15 +10,14 @@ namespace pagedtree::cpu::PAGEDTREE_ISA {
 
 static_assert(kDeltaPadding % kPanel == 0);
 
-// One value head of one sequence.
 struct Head {
   const DeltaRuleParams& p;
   DeltaScratch& s;
-  int64_t first_row;  // of the sequence, or of the chunk
+  int64_t first_row;  // first row of the sequence or chunk
   int64_t head;
 };
 
-// Transposes keys into panels; key(i, d) is a vector of those of token i, from channel d on.
+// Transposes keys; key(i, d) returns channels d .. d + kLanes - 1 of token i.
 template <typename Key>
 static inline void pack_keys(const DeltaScratch& s, const Key& key) {
   for (int32_t i = 0; i < s.pairs_width; i += kLanes) {
@@ -32,7 +31,7 @@ static inline void pack_keys(const DeltaScratch& s, const Key& key) {
   }
 }
 
-// Products of rows [count, keys_width], from row `first` on, with the packed keys of all tokens before them, in panels.
+// Multiplies rows [count, keys_width], from `first` on, with the packed keys of earlier tokens.
 static inline void multiply_rows(const DeltaScratch& s, const float* rows, int64_t first, float* products) {
   for (int64_t i = 0; i < s.count; i += kPanel) {
     const int64_t row = max_of(first, i);

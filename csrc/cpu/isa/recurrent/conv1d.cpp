@@ -1,4 +1,5 @@
-// Compiled once per instruction set: a short convolution along the paths of a tree, or over a sequence.
+// Short convolution along paths of a tree or a sequence.
+// out[n] = silu(bias + sum over w of weight[W - 1 - w] * x[ancestor w of n]); the state has inputs before the root
 #include "core/numeric.h"
 #include "cpu/isa/tile/math.h"
 #include "cpu/isa/tile/rows.h"
@@ -13,11 +14,10 @@ float scalar_at(const void* data, DType dtype, int64_t offset) {
   return dtype == DType::kFloat16 ? pagedtree::float_from_half(bits) : float_from_bfloat16(bits);
 }
 
-// What a work item keeps of its channels.
 struct Taps {
   float bias[kConvChannels];
-  float weights[kMaxConvWidth][kConvChannels];  // [w]: of the w-th ancestor
-  float past[kMaxConvWidth][kConvChannels];     // [i]: the input i + 1 tokens before the first one
+  float weights[kMaxConvWidth][kConvChannels];  // [w]: of ancestor w
+  float past[kMaxConvWidth][kConvChannels];     // [i]: input i + 1 tokens before the first
 };
 
 void load_taps(const ConvParams& p, int64_t state_index, int64_t first, int64_t count, Taps& taps) {
@@ -40,7 +40,7 @@ void load_taps(const ConvParams& p, int64_t state_index, int64_t first, int64_t 
 
 vfloat silu(vfloat x) { return x / (exp_exact<VectorMath>(min(-x, splat(88.0f))) + 1.0f); }
 
-// One token: `inputs` are the rows of the path from the token up, as many as there are, `known` of them.
+// Reads `inputs`, the `known` rows of the token's path, from the token up.
 template <DType kType>
 void convolve(const ConvParams& p, const Taps& taps, const int64_t* inputs, int32_t known, int64_t first,
               int64_t count) {
@@ -64,7 +64,6 @@ void convolve(const ConvParams& p, const Taps& taps, const int64_t* inputs, int3
 
 }  // namespace
 
-// Channels [first, first + kConvChannels) of sequence b.
 void conv1d(const ConvParams& p, int64_t b, int64_t first) {
   const RecurrentBatch& tokens = p.tokens;
   const NodeRange rows = node_range(tokens.cu_nodes, tokens.batch, b, tokens.num_rows);

@@ -1,5 +1,5 @@
-// Compiled once per instruction set: the gated delta rule over a chunk of tokens, of which each follows its parent. The
-// algebra is in docs/notes/recurrent.md.
+// Gated delta rule over a chunk of tokens, each after its parent (docs/notes/recurrent.md).
+// S' = decay * S[parent];  u = beta * (v - S'^T k);  S = S' + k u^T;  out = scale * S^T q
 #include "cpu/isa/recurrent/channel_decays.h"
 #include "cpu/isa/recurrent/state_panels.h"
 #include "cpu/isa/tile/math.h"
@@ -21,7 +21,6 @@ void normalize_row(float* row, int64_t width, float eps) {
   scale_row(row, splat(1.0f / __builtin_sqrtf(reduce_add(sum) + eps)), width);
 }
 
-// Keys and queries of the chunk in fp32.
 void load_keys(const Head& at) {
   const DeltaRuleParams& p = at.p;
   const DeltaScratch& s = at.s;
@@ -64,13 +63,12 @@ void load_decays(const Head& at) {
 }
 
 #if defined(__AVX512F__)
-constexpr int kWide = 8;  // vectors of predicted and read values, in registers
+constexpr int kWide = 8;  // vectors in registers
 #else
 constexpr int kWide = 4;
 #endif
 
-// Of token i and kVectors vectors of columns from d on: u in place of what its key read, and its output in place of
-// what its query read.
+// Replaces, for token i and kVectors vectors from column d on, the key's read by u and the query's by the output.
 template <bool kDelta, bool kRead, int kVectors>
 void solve_token(const Head& at, int32_t i, int64_t d) {
   const DeltaRuleParams& p = at.p;
@@ -80,7 +78,7 @@ void solve_token(const Head& at, int32_t i, int64_t d) {
   const int64_t to = (row * p.num_heads + at.head) * p.value_dim + d;
   float *u = s.values + i * s.values_width + d, *out = s.values + (s.rows + i) * s.values_width + d;
   const float *key_weights = s.key_weights + i * s.pairs_width, *query_weights = s.query_weights + i * s.pairs_width;
-  // Where nothing of the first state is left, nothing of it counts, not even infinity.
+  // Nothing is left of a fully decayed state, not even infinity.
   const bool reached = s.path_decays[i] != 0.0f;
   const auto from_state = [&](const float* from) { return reached ? load(from) * s.path_decays[i] : splat(0.0f); };
   vfloat predicted[kVectors], read[kVectors];
@@ -111,7 +109,7 @@ void solve_token(const Head& at, int32_t i, int64_t d) {
   if (kRead) store_row(out, p.dtype, columns, static_cast<char*>(p.out) + to * element_size(p.dtype));
 }
 
-// Tokens come after their parents. Few columns at a time, whose u stay in the cache nearest to the core.
+// Parents first. Few columns at a time keep u in the nearest cache.
 template <bool kDelta, bool kRead>
 void solve_chunk(const Head& at) {
   int64_t d = 0;
@@ -123,7 +121,6 @@ void solve_chunk(const Head& at) {
   }
 }
 
-// The state behind the last token of a chain.
 void carry_state(const Head& at) {
   const DeltaScratch& s = at.s;
   const int64_t width = s.keys_width, depth = at.p.key_dim;
@@ -141,7 +138,7 @@ void carry_state(const Head& at) {
       scale_row(s.carry, splat(s.decays[i]), width);
     }
   }
-  constexpr int kRows = kWide;  // of the state at a time; Dk is a multiple of 8
+  constexpr int kRows = kWide;  // rows at a time; Dk is a multiple of 8
   for (int64_t n = 0; n < s.values_width; n += kPanel) {
     for (int64_t k = 0; k < depth; k += kRows) {
       float* to = s.state + n * depth + k * kPanel;
@@ -169,7 +166,7 @@ void carry_state(const Head& at) {
   }
 }
 
-// The tokens in s.nodes and s.parents, whose keys are loaded.
+// Runs the tokens in s.nodes and s.parents, whose keys are loaded.
 void run_chunk(const Head& at) {
   const DeltaRuleParams& p = at.p;
   const DeltaScratch& s = at.s;

@@ -1,5 +1,5 @@
-// A state [Dk, Dv] of any strides, and the same as panels of tile/gemm.h: [values_width / kPanel, Dk, kPanel], with
-// zeros behind Dv. The state is read and written in the order in which it lies in memory.
+// Copies a state [Dk, Dv] of any strides to and from panels of tile/gemm.h, [values_width / kPanel, Dk, kPanel], zero
+// after Dv, in the state's memory order.
 #pragma once
 
 #include "cpu/isa/tile/gemm.h"
@@ -8,7 +8,7 @@
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
-// Rows of panels of a state whose values lie side by side; `values` is a multiple of kLanes.
+// Contiguous values; `values` is a multiple of kLanes.
 template <bool kStore>
 static inline void move_value_rows(float* state, int64_t key_stride, int64_t depth, int64_t values, float* panels) {
   for (int64_t k = 0; k < depth; ++k) {
@@ -20,7 +20,7 @@ static inline void move_value_rows(float* state, int64_t key_stride, int64_t dep
   }
 }
 
-// Columns of panels of a state whose keys lie side by side; `keys` and `values` are multiples of kLanes.
+// Contiguous keys; `keys` and `values` are multiples of kLanes.
 template <bool kStore>
 static inline void move_key_rows(float* state, int64_t value_stride, int64_t depth, int64_t keys, int64_t values,
                                  float* panels) {
@@ -36,7 +36,7 @@ static inline void move_key_rows(float* state, int64_t value_stride, int64_t dep
   }
 }
 
-// Fills the panels of a head from state `state_index`, with zeros where it is -1; kStore: writes them back.
+// Loads panels (zeros if `state_index` is -1); kStore: stores them.
 template <bool kStore>
 static inline void move_state(const DeltaRuleParams& p, int64_t state_index, int64_t head, float* panels,
                               int64_t values_width) {
@@ -46,7 +46,7 @@ static inline void move_state(const DeltaRuleParams& p, int64_t state_index, int
   }
   if (state_index < 0) return;
   float* state = p.state + state_index * p.state_strides[0] + head * p.state_strides[1];
-  int64_t keys = 0, values = 0;  // that vectors have moved
+  int64_t keys = 0, values = 0;  // copied by vectors
   if (value_stride == 1) {
     keys = depth, values = p.value_dim / kLanes * kLanes;
     move_value_rows<kStore>(state, key_stride, depth, values, panels);

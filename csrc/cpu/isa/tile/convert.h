@@ -1,4 +1,4 @@
-// kLanes elements of a tensor as fp32, and back. Loads are exact, stores round to nearest even.
+// kLanes elements from and to fp32. Loads are exact, stores round to nearest even.
 #pragma once
 
 #include "cpu/isa/tile/vec.h"
@@ -8,7 +8,7 @@ namespace pagedtree::cpu::PAGEDTREE_ISA {
 typedef uint16_t vhalf __attribute__((vector_size(kLanes * 2)));
 typedef uint8_t vbyte __attribute__((vector_size(kLanes)));
 
-// The conversion avoids fp32 subnormals, because the thread may flush them to 0.
+// Avoids fp32 subnormals, which the thread may flush to 0.
 static inline vfloat float_from_half(vuint half) {
   const vuint magnitude = half & 0x7fffu;
   const vuint normal = (magnitude << 13) + (112u << 23) + bits<vuint>((magnitude >= 0x7c00u) & (112 << 23));
@@ -25,18 +25,18 @@ static inline vfloat float_from_e4m3(vuint code) {
   return bits<vfloat>(bits<vuint>(value) | (code & 0x80u) << 24);
 }
 
-// Bits of the bf16 nearest to v in the low half of each lane.
+// Returns bf16 bits in the low halves.
 static inline vuint bfloat16_from_float(vfloat v) {
   const vuint word = bits<vuint>(v);
   const vuint rounded = (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
   return bits<vuint>(v == v ? bits<vint>(rounded) : splat(0x7fc0));
 }
 
-// Bits of the fp16 nearest to v in the low half of each lane. The compiler's own fp16 type is avoided: without the
-// processor's instructions it calls a function of libgcc that systems older than GCC 12 lack.
+// Returns fp16 bits in the low halves. The compiler's fp16 type would call a libgcc function that systems before GCC 12
+// lack.
 static inline vuint half_from_float(vfloat v) {
   const vuint magnitude = bits<vuint>(v) & 0x7fffffffu;
-  // The carry of the rounding runs into the exponent, from 65504 to infinity too.
+  // The rounding carry enters the exponent, from 65504 to infinity too.
   const vuint normal = ((magnitude + 0xfffu + ((magnitude >> 13) & 1u)) >> 13) - (112u << 10);
   // Subnormals count steps of 2^-24, the spacing of fp32 at 0.5: the addition rounds.
   const vuint subnormal = bits<vuint>(bits<vfloat>(magnitude) + 0.5f) - 0x3f000000u;
@@ -89,7 +89,6 @@ static inline void store_float(void* p, vfloat v) {
   }
 }
 
-// Calls body.template operator()<kType>() with the dtype as a constant.
 template <typename Body>
 static inline void with_dtype(DType dtype, const Body& body) {
   switch (dtype) {

@@ -4,9 +4,9 @@
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
-// 2^x to 2 ulp, 0 below 2^-127; NaN stays NaN. x above 127 reads as 127.
+// Returns 2^x to 2 ulp; 0 below 2^-127; NaN stays NaN; x above 127 reads as 127.
 static inline vfloat exp2(vfloat x) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the integer in the low bits
   x = max(splat(-127.0f), min(splat(127.0f), x));
   const vfloat shifted = x + kRound;
   const vfloat f = x - (shifted - kRound);
@@ -22,7 +22,7 @@ static inline vfloat exp2(vfloat x) {
   return p * bits<vfloat>(exponent << 23);
 }
 
-// 2^x for weights that are rounded to bf16: to 3e-6 of it, 0 below 2^-125; NaN stays NaN. x: at most 127.
+// Returns 2^x for weights rounded to bf16: relative error 3e-6, 0 below 2^-125; NaN stays NaN; x is at most 127.
 static inline vfloat exp2_weight(vfloat x) {
   constexpr float kRound = 12582912.0f;  // see exp2
   const vfloat shifted = x + kRound;

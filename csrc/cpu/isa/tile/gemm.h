@@ -1,6 +1,5 @@
-// C[rows, columns] = A[rows, depth] x B[depth, columns], or factor[row] * C + A x B, in fp32, for tiles that live in
-// the caches near the core. Each kGemmDepth terms are summed by themselves before they are added to C, which rounds
-// less than one long sum. B comes packed in panels of kPanel columns: [columns / kPanel, depth, kPanel].
+// C = A B or C = factor[row] * C + A B in fp32, cache-resident: A [rows, depth], B in panels [columns / kPanel, depth,
+// kPanel]. Partial sums of kGemmDepth terms reduce rounding errors.
 #pragma once
 
 #include "cpu/isa/tile/vec.h"

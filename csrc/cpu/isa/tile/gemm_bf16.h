@@ -1,12 +1,10 @@
-// Products of bf16 tiles in fp32, with AMX tiles or with AVX-512's dot product of pairs: multiply_tall,
-// C[64, 16] = A[64, depth] x B[depth, 16], gives scores of 16 rows; add_wide, C[16, columns] += A[16, 64] x
-// B[64, columns], adds values.
-//
-// A lies in tiles of 16 rows x 32 of the depth: [depth / 32, 64, 32] and [64 / 32, 16, 32]. B lies in panels of 16
-// columns whose neighbouring depths are paired: [columns / 16, depth / 2, 16, 2]. Columns are a multiple of 32.
-//
-// Each special instruction is written here once, beside a plain version: a test build compiles these kernels for any
-// machine (PAGEDTREE_EMULATE_AVX512, PAGEDTREE_EMULATE_AMX; see CMakeLists.txt).
+// bf16 products with fp32 sums, by AMX tiles or AVX-512 dot products of pairs.
+// multiply_tall (scores): C[64, 16] = A[64, depth] B[depth, 16]
+// add_wide (values): C[16, columns] += A[16, 64] B[64, columns], columns a multiple of 32
+// A has tiles of 16 rows x 32 depths, [depth / 32, 64, 32] and [64 / 32, 16, 32]; B has panels of 16 columns with
+// paired depths, [columns / 16, depth / 2, 16, 2].
+// Each special instruction has a plain version, for test builds on any machine (PAGEDTREE_EMULATE_AVX512,
+// PAGEDTREE_EMULATE_AMX; see CMakeLists.txt).
 #pragma once
 
 #include "cpu/isa/tile/vec.h"
@@ -19,13 +17,12 @@
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
-constexpr int kTileRows = 16;                       // of A and C, and columns of C
-constexpr int kTileDepth = 32;                      // of the product
-constexpr int kTileSize = kTileRows * kTileDepth;   // of A and B, in elements
-constexpr int kTileFloats = kTileRows * kTileRows;  // of C
-constexpr int kTallRows = 64;                       // of A for scores, and depth of the product with values
+constexpr int kTileRows = 16;                       // of A and C; columns of C
+constexpr int kTileDepth = 32;                      // of A and B
+constexpr int kTileSize = kTileRows * kTileDepth;   // elements of A and B
+constexpr int kTileFloats = kTileRows * kTileRows;  // elements of C
+constexpr int kTallRows = 64;                       // of A for scores; depth for values
 
-// acc + the dot products of pairs of bf16.
 static inline vfloat dot_pairs(vfloat acc, vuint a, vuint b) {
 #if defined(__AVX512BF16__)
   return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
@@ -43,7 +40,7 @@ static inline vfloat dot_pairs(vfloat acc, vuint a, vuint b) {
 #define PT_TILE_STORE(tile, base, stride) _tile_stored(tile, base, stride)
 #define PT_TILE_DOT(c, a, b) _tile_dpbf16ps(c, a, b)
 
-// Configures eight tiles of 16 rows of 64 bytes for as long as a thread computes.
+// Configures eight tiles of 16 rows x 64 bytes.
 struct TileSession {
   TileSession() {
     struct {
@@ -76,7 +73,7 @@ static inline void emulated_dot(vuint* c, const vuint* a, const vuint* b) {
   }
 }
 
-// A tile that the thread did not configure would fault. NaN stands for that, instead of the last call's values.
+// NaN stands in for the fault of an unconfigured tile.
 struct TileSession {
   TileSession() { std::memset(emulated_tiles, 0xff, sizeof(emulated_tiles)); }
 };
@@ -127,7 +124,7 @@ static inline void add_wide(const uint16_t* a, const uint16_t* b, float* c, int6
 
 struct TileSession {};
 
-// acc += 16 rows of A x a panel, over one tile of A.
+// Adds 16 rows of A x a panel, over one tile of A.
 static inline void dot_tile(vfloat (&acc)[kTileRows], const uint16_t* a, const uint16_t* b) {
   for (int k = 0; k < kTileDepth; k += 2) {
     const auto panel = load_as<vuint>(b + k * kTileRows);

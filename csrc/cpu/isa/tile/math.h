@@ -1,4 +1,4 @@
-// The functions of core/math.h and core/philox.h on vectors: bit for bit what they give on scalars.
+// core/math.h and core/philox.h on vectors, with equal bits.
 #pragma once
 
 #include "core/philox.h"
@@ -20,7 +20,7 @@ struct VectorMath {
     return PAGEDTREE_ISA::bits<To>(from);
   }
   static inline vfloat to_float(vint x) { return __builtin_convertvector(x, vfloat); }
-  // The sum of the two halves is rounded once, as the halves are exact.
+  // Rounds once, since both halves are exact.
   static inline vfloat to_float(vuint x) {
 #if defined(__AVX512F__)
     return _mm512_maskz_cvtepu32_ps(0xffff, reinterpret_cast<__m512i>(x));
@@ -42,7 +42,7 @@ struct VectorMath {
 
 typedef uint64_t vulong __attribute__((vector_size(kLanes * 4)));
 
-// Philox on half the lanes: words in the low halves of 64 bits, where multiplication finds them; above them is garbage.
+// Philox on half the lanes, in the low halves of 64 bits, as multiplication needs; garbage above.
 struct PhiloxMath {
   using Uint = vulong;
   static inline vulong splat(uint32_t x) { return uint64_t{x} - vulong{}; }
@@ -60,7 +60,6 @@ struct PhiloxMath {
   }
 };
 
-// A block of 4 words for each lane of `index`.
 static inline void philox_lanes(uint64_t seed, int64_t position, vuint index, RandomUse use, vuint words[4]) {
   vulong even[4], odd[4];
   philox<PhiloxMath>(seed, position, bits<vulong>(index), use, even);

@@ -1,12 +1,10 @@
-// Rows of any width between memory and fp32: the last elements of a width that is no multiple of the vector length go
-// through buffers, so that nothing beyond the row is touched.
+// Rows of any width from and to fp32, with no access beyond the row.
 #pragma once
 
 #include "cpu/isa/tile/convert.h"
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
-// The first `count` lanes from memory, zeros behind them.
 template <DType kType>
 static inline vfloat load_lanes(const char* from, int64_t count) {
   if (count >= kLanes) return load_float<kType>(from);
@@ -23,7 +21,7 @@ static inline void store_lanes(char* to, int64_t count, vfloat value) {
   std::memcpy(to, buffer, static_cast<size_t>(count * element_size(kType)));
 }
 
-// Row elements as fp32, zeros up to `padded`, a multiple of the vector length.
+// Pads with zeros to `padded`, a multiple of the vector length.
 static inline void load_row(const void* from, DType dtype, int64_t count, float* to, int64_t padded) {
   with_dtype(dtype, [&]<DType kType>() {
     const char* row = static_cast<const char*>(from);
@@ -33,7 +31,7 @@ static inline void load_row(const void* from, DType dtype, int64_t count, float*
   });
 }
 
-// The first `count` elements of a row of fp32, whose padding may be read, rounded.
+// May read the padding of `from`.
 static inline void store_row(const float* from, DType dtype, int64_t count, void* to) {
   with_dtype(dtype, [&]<DType kType>() {
     if constexpr (kType != DType::kFloat8E4M3) {

@@ -6,7 +6,7 @@ namespace pagedtree::cpu::PAGEDTREE_ISA {
 
 typedef int16_t vshort __attribute__((vector_size(kLanes * 4)));
 
-// a0 b0 a1 b1 ... of the lower halves, then of the upper halves. Index: a vector of integers of V's size.
+// Returns a0 b0 a1 b1 ... of the lower halves, then of the upper halves. Index: integer vector of V's size.
 template <typename V, typename Index>
 static inline void interleave_by(V a, V b, V& low, V& high) {
   constexpr int kCount = sizeof(V) / sizeof(a[0]);
@@ -31,7 +31,7 @@ static inline void interleave(vfloat a, vfloat b, vfloat& low, vfloat& high) {
 #endif
 }
 
-// rows[i][j] <-> rows[j][i], by log2(kLanes) perfect shuffles.
+// Transposes by log2(kLanes) perfect shuffles.
 static inline void transpose(vfloat (&rows)[kLanes]) {
   for (int step = 1; step < kLanes; step *= 2) {
     vfloat next[kLanes];

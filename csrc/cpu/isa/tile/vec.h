@@ -1,5 +1,5 @@
-// Vectors of the instruction set that this translation unit is compiled for (see cpu/isa.h). GCC's vector extension
-// gives arithmetic, comparison and selection; intrinsics appear only where it has no word for the instruction.
+// Vectors of the instruction set of this translation unit (cpu/isa.h): GCC's vector extension, and intrinsics for
+// instructions that it cannot express.
 #pragma once
 
 #include <cstdint>
@@ -48,8 +48,7 @@ static inline To bits(From v) {
 
 static inline vfloat select(vint mask, vfloat yes, vfloat no) { return mask ? yes : no; }
 
-// a > b ? a : b and a < b ? a : b, hence b if one is NaN: this is what the instructions give, but GCC does not find
-// them.
+// Returns a > b ? a : b and a < b ? a : b, hence b if one is NaN: the instructions do so, but GCC does not find them.
 static inline vfloat max(vfloat a, vfloat b) {
 #if defined(__AVX512F__)
   return _mm512_maskz_max_ps(0xffff, a, b);
@@ -70,7 +69,7 @@ static inline vfloat min(vfloat a, vfloat b) {
 }
 static inline vuint min(vuint a, vuint b) { return a < b ? a : b; }
 
-// a * b + c with one rounding on every machine, for results that must not depend on the instruction set.
+// Rounds once, for results independent of the instruction set.
 static inline vfloat fma(vfloat a, vfloat b, vfloat c) {
 #if defined(__AVX512F__)
   return _mm512_fmadd_ps(a, b, c);
@@ -83,7 +82,7 @@ static inline vfloat fma(vfloat a, vfloat b, vfloat c) {
 #endif
 }
 
-// Bit i is lane i of a mask.
+// Returns lane i as bit i.
 static inline uint32_t lane_bits(vint mask) {
 #if defined(__AVX512F__)
   return _mm512_movepi32_mask(reinterpret_cast<__m512i>(mask));
@@ -98,7 +97,7 @@ static inline uint32_t lane_bits(vint mask) {
 #endif
 }
 
-// Writes the lanes whose bits are set, one after the other, and anything behind them; returns how many.
+// Packs the selected lanes, followed by arbitrary data. Returns their number.
 static inline int compress(float* to, vfloat v, uint32_t lanes) {
 #if defined(__AVX512F__)
   store(to, _mm512_maskz_compress_ps(static_cast<__mmask16>(lanes), v));
@@ -110,14 +109,13 @@ static inline int compress(float* to, vfloat v, uint32_t lanes) {
 #endif
 }
 
-// 0, 1, 2, ...
 static inline vint lane_index() {
   vint index;
   for (int i = 0; i < kLanes; ++i) index[i] = i;
   return index;
 }
 
-// The fastest a * b + c, with one rounding or two.
+// Computes a * b + c in the fastest way, rounded once or twice.
 static inline vfloat muladd(vfloat a, vfloat b, vfloat c) {
 #if defined(__AVX2__)
   return fma(a, b, c);
@@ -126,7 +124,6 @@ static inline vfloat muladd(vfloat a, vfloat b, vfloat c) {
 #endif
 }
 
-// Puts the upper half of each 2 * kHalf lanes in the place of the lower half.
 template <int kHalf>
 static inline vfloat upper(vfloat v) {
   vint from;

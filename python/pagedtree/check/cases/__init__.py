@@ -43,8 +43,7 @@ QUICK = (
 
 
 def all_cases(place: Place) -> Iterator[Case | Measurement]:
-    """Returns every row, including rows that do not apply at `place`. Captures come last: a failed one may disturb
-    others."""
+    """Returns every row. Captures come last: a failed one may disturb others."""
     for family in (
         instructions,
         instructions_sm90,
@@ -67,5 +66,4 @@ def all_cases(place: Place) -> Iterator[Case | Measurement]:
 
 
 def is_chosen(name: str, only: Sequence[str], quick: bool) -> bool:
-    """Returns whether a row of this name was requested."""
     return (not only or any(text in name for text in only)) and (not quick or any(text in name for text in QUICK))

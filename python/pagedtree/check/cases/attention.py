@@ -168,7 +168,6 @@ def _sizes(sizes: Sizes) -> str:
 
 
 def tile_case(sizes: Sizes, tile: int, dtype: str, cache: str, engine: str = MMA_SYNC) -> Case:
-    """A case with as many rows (4 query heads per KV head) as the tile has."""
     n = tile // 4
     batch = Batch([random_tree(n, n), n], [70, 3], dtype, cache, sizes[0], heads=(8, 2), head_dim_v=sizes[1])
     name = f"tile {tile}/{_types(dtype, cache)}/{_sizes(sizes)}"
@@ -176,8 +175,6 @@ def tile_case(sizes: Sizes, tile: int, dtype: str, cache: str, engine: str = MMA
 
 
 def _latent() -> Iterator[Case]:
-    """Latent attention of 3 and of 16 query heads, for both tile sizes."""
-
     def case(name: str, sizes: Sizes, dtype: str, layout: str = "nhd", page_size: int = 7, **more: Any) -> Case:
         of_sizes = replace(LATENT, dtype=dtype, head_dim=sizes[0], head_dim_v=sizes[1])
         batch = replace(of_sizes, layout=layout, page_size=page_size)
@@ -230,7 +227,6 @@ def _shapes() -> Iterator[Case]:
 
 
 def _values() -> Iterator[Case]:
-    """Bad values in tensors, and memory that must not be read."""
     for dtype, cache, poison in product(("bf16", "fp16"), ("", "fp8"), (float("nan"), float("inf"))):
         if cache and poison == float("inf"):
             continue  # e4m3 has none
@@ -459,8 +455,6 @@ def _merges() -> Iterator[Case]:
 
 
 def _merge(name: str, dtype: str, tokens: int, head_dim: int) -> Case:
-    """Strided sides; sides without weight hold NaN and infinities."""
-
     def sides(place: Place) -> tuple[Tensor, ...]:
         wide = normal(2, tokens, 7, head_dim + 3, seed=head_dim).to(DTYPES[dtype])
         lse = 10 * normal(2, 5, tokens, seed=1)

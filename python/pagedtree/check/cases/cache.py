@@ -37,7 +37,6 @@ def cases() -> Iterator[Case]:
 
 
 def random_table(seed: int, batch: int, max_pages: int, num_pages: int) -> list[list[int]]:
-    """Pages that no two sequences share."""
     order = np.random.default_rng(seed).permutation(num_pages)
     table: list[list[int]] = order[: batch * max_pages].reshape(batch, max_pages).tolist()
     return table
@@ -103,7 +102,6 @@ def _appends() -> Iterator[Case]:
 
 
 def _hostile_slots(tokens: int, num_slots: int) -> Tensor:
-    """Returns slots in any order, some skipped, some outside."""
     slots = torch.randperm(num_slots, generator=seeded(2))[:tokens]
     slots[3::7] = -1
     slots[5::11] = num_slots
@@ -115,7 +113,6 @@ def _append(
     name: str, dtype: str, cache_dtype: str, layout: str, page_size: int, *, tokens: int = 23, heads: int = 3,
     head_dim: int = 64, scale: str = "no", shared: bool = False,
 ) -> Case:  # fmt: skip
-    """Puts K and V into one storage, and compares every element of it."""
     pages = -(-64 // page_size)
     storage, _, _ = paged_views(pages, page_size, heads, head_dim, DTYPES[cache_dtype], layout)
     wide = normal(2, tokens, heads + 1, head_dim, seed=1) * 3

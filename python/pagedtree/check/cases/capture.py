@@ -76,7 +76,6 @@ class RecurrentLayer:
         self.memory = [self.slots, self.state, self.conv_state]
 
     def run(self, ids: Tensor, trees: TreeBatch) -> Tensor:
-        """Returns [N, HEADS * STATE_DIM]."""
         mixed = tree_conv1d(self.inputs[ids], self.taps, None, self.conv_state, self.slots, trees, activation="silu")
         q, k, v = (x.unflatten(1, (-1, STATE_DIM)) for x in mixed.split(self.widths, 1))
         self.rows = (k, v, self.decays[ids], self.strengths[ids])
@@ -157,7 +156,6 @@ class Engine:
                 mine.copy_(tensor)
 
     def prepare(self, i: int) -> None:
-        """Makes the host's changes before step i."""
         self.temperature.fill_(0.0 if i % 5 == 4 else 0.4)
         self.limit.fill_(BUDGET - i % 7 * 3)
         if self.source == "trees from the host":

@@ -109,7 +109,6 @@ def grow(
     old: DraftState, logits: Tensor, num_children: int, num_frontier: int, law: str, params: dict[str, Any] | None,
     seeds: Tensor, positions: Tensor,
 ) -> DraftState:  # fmt: skip
-    """expand_tree by loops."""
     width, vocab = old.num_frontier * num_children, logits.shape[1]
     tokens, parents, scores, kv_index = (
         torch.cat([column, column.new_full((old.batch_size, width), -1)], 1)
@@ -205,7 +204,6 @@ def _rerankings() -> Iterator[Case]:
 def _reranking(
     name: str, count: int, num_nodes: int, *, batch: int = 3, law: str = "topk", active: bool = False
 ) -> Case:
-    """Scores that never rise along a path, with many ties, some candidates absent."""
     parents = [random_tree(b, count, 9).parents.tolist() for b in range(batch)]
     steps = float32([0.0, 0.0, 0.5, 1.0, math.inf])[torch.randint(0, 5, (batch, count), generator=seeded(count))]
     scores = torch.zeros(batch, count, dtype=torch.float32)

@@ -81,7 +81,6 @@ def _selection(
     name: str, sizes: list[int], budget: int, *, limit: int | None = None, reach: int = 9, padding: int = 0,
     malformed: bool = False,
 ) -> Case:  # fmt: skip
-    """Survivals with many ties, some of them no probability."""
     parents = [random_tree(b, size, reach).parents.tolist() if size else [] for b, size in enumerate(sizes)]
     rng = np.random.default_rng(len(sizes))
     if malformed:

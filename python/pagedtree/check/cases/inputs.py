@@ -28,7 +28,6 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def normal(*shape: int, seed: int) -> Tensor:
-    """Normally distributed numbers, fp32."""
     return torch.randn(shape, generator=seeded(seed), dtype=torch.float32)
 
 
@@ -49,7 +48,6 @@ def int64(values: Any) -> Tensor:
 
 
 def offsets(sizes: Sequence[int]) -> Tensor:
-    """Returns int32 [B + 1]."""
     return int32(np.concatenate([[0], np.cumsum(sizes)]).tolist())
 
 
@@ -60,7 +58,6 @@ def random_tree(seed: int, num_nodes: int, reach: int = 5) -> DraftTree:
 
 
 def words64(count: int, seed: int = 0) -> Tensor:
-    """Any 64-bit numbers: seeds and positions."""
     return torch.randint(-(2**63), 2**63 - 1, (count,), generator=seeded(seed))
 
 

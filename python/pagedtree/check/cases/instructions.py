@@ -1,7 +1,6 @@
 """Each function of pagedtree::ptx (csrc/cuda/tile/ptx.cuh) against the result that the PTX manual defines.
 
-The kernels are in csrc/cuda/instructions.cu; the GPU and its emulation, simt, are checked against the same values.
-Hopper-only functions are in instructions_sm90.py.
+The kernels are in csrc/cuda/instructions.cu. Hopper's functions are in instructions_sm90.py.
 """
 
 from __future__ import annotations
@@ -100,7 +99,6 @@ def tf32_numbers(seed: int) -> Words:
 
 
 def exponents(seed: int) -> Words:
-    """Returns numbers over the whole range of results: subnormal and special values, too."""
     values = np.random.default_rng(seed).uniform(-152, 129, (64, 12)).astype(np.float32)
     values[:8, 0] = [0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan, 0.5]
     values[8:16, 1] = [-125.0, -127.0, -149.0, -150.0, 127.0, 128.0, 1e30, -1e30]
@@ -232,7 +230,6 @@ def _e4m3_from_floats(words: Words) -> Words:
 
 
 def _fetch_add(words: Words) -> Words:
-    """Returns the old word, and the sum."""
     old, value = words[:, :2], words[:, 4:6]
     return np.stack([old, old + value], axis=2).reshape(64, 4)
 

@@ -76,8 +76,8 @@ class Layout:
     accumulates: bool
 
     def k_major(self, rows: int) -> np.ndarray:
-        """Returns byte offsets [rows, 128 k]. A row's 64 k are 128 bytes, of which the chunk c of 16 is at c xor row %
-        8; `stride` leads from eight rows to the next. The leading offset means nothing."""
+        """Returns byte offsets [rows, 128 k]. A row's 64 k are 128 bytes, whose chunk c of 16 is at c xor row % 8;
+        `stride` leads from eight rows to the next."""
         row, k = np.arange(rows)[:, None], np.arange(128)
         chunk = k % 64 // 8 ^ row % 8
         return k // 64 * self.panel + row // 8 * self.stride + row % 8 * 128 + chunk * 16 + k % 8 * 2
@@ -108,8 +108,8 @@ def image_of(*matrices: tuple[int, np.ndarray, np.ndarray]) -> np.ndarray:
 
 
 def left_registers(elements: np.ndarray) -> np.ndarray:
-    """Returns A of one step [64, 16], as a thread's four words: two neighbours of row g and of row g + 8, then of the
-    other eight k, where g is the lane's quad in the 16 rows of its warp."""
+    """Returns A of one step [64, 16], as a thread's four words: two neighbours of rows g and g + 8, then of the other
+    eight k; g is the lane's quad."""
     word = np.arange(4)
     row = (THREAD // 32 * 16 + THREAD % 32 // 4)[:, None] + word % 2 * 8
     k = (THREAD % 4 * 2)[:, None] + word // 2 * 8
@@ -117,7 +117,7 @@ def left_registers(elements: np.ndarray) -> np.ndarray:
 
 
 def sums_of_threads(product: np.ndarray, first: int, accumulates: bool) -> Words:
-    """Returns [threads, N / 2] words of D [64, N], optionally plus each word's place counted from `first`."""
+    """Returns [threads, N / 2] words of D [64, N], plus each word's place from `first`, if given."""
     register = np.arange(product.shape[1] // 2)
     row = (THREAD // 32 * 16 + THREAD % 32 // 4)[:, None] + register % 4 // 2 * 8
     column = (THREAD % 4 * 2)[:, None] + register // 4 * 8 + register % 2
@@ -130,8 +130,8 @@ def k_slice(step: int) -> slice:
 
 
 def layout_numbers(layout: Layout, b_n_major: bool) -> list[int]:
-    """Returns `Layout` of instructions_sm90.cu. Each step's operand begins 32 bytes after the previous one, in the same
-    rows, or for N-major B with the next 16 k."""
+    """Returns `Layout` of instructions_sm90.cu. Each step's operand begins 32 bytes after the previous one, or for
+    N-major B with the next 16 k."""
     k_major = [step // 4 * layout.panel + step % 4 * 32 for step in layout.steps]
     n_major = [step * 2 * layout.stride for step in layout.steps]
     starts = [x for a, b in zip(k_major, n_major if b_n_major else k_major, strict=True) for x in (a, b + B_BEGINS)]
@@ -235,7 +235,7 @@ def bulk_copies() -> list[Vector]:
 
 
 def told_values() -> list[Vector]:
-    """Returns, by CTA, phase and CTA that tells, another thread's value plus 4 times that rank plus the own one."""
+    """Returns, by CTA, phase and sending CTA, another thread's value plus 4 times that rank plus this one's."""
     words = any_words(np.random.default_rng(9), (THREADS, 4, 4))
     values = np.ascontiguousarray(words[THREAD ^ 32, :2, :2]).view(np.uint64)[:, None]  # [threads, 1, phases, 1]
     to, by = np.arange(4, dtype=np.uint64)[:, None, None], np.arange(4, dtype=np.uint64)

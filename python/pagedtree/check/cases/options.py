@@ -245,7 +245,6 @@ SAMPLING: Sampling = {"temperature": 0.9, "top_k": 12, "top_p": 0.95}
 def _verify(
     op: str, part: str, problem: Problem, names: tuple[str, ...], sampling: Sampling = SAMPLING, sharded: bool = False
 ) -> Case:
-    """sharded: on two ranks."""
     penalties, options = asked(problem, names)
     params, vocab = SamplingParams(**sampling, **penalties), problem.logits.shape[1]
     sizes = [vocab // 2, vocab - vocab // 2]

@@ -32,8 +32,6 @@ PAGE_SIZE, HEADS, KV_HEADS, DIM = 16, 32, 8, 128
 
 @dataclass(frozen=True)
 class Scale:
-    """The sizes of the calls."""
-
     batch: int
     keys: int
     prompt: int

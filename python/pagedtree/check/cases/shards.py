@@ -40,8 +40,6 @@ SPLITS = {
 
 
 class _Meeting:
-    """Where all ranks' threads exchange tensors."""
-
     def __init__(self, size: int) -> None:
         self.size = size
         self.barrier = threading.Barrier(size, timeout=60)

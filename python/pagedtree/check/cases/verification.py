@@ -97,7 +97,7 @@ FEW_SAMPLINGS = {name: SAMPLINGS[name] for name in FEW}
 
 def hostile_rows(vocab: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     """Returns ordinary rows, ties, non-finite rows, and magnitudes around 2^-9 and 2^7, the bounds of counting bfloat16
-    logits by value; every second row is unaligned."""
+    logits by value."""
     logits = normal(12, vocab + 3, seed=seed) * 4
     logits[1] = 0.25
     logits[2] = logits[2].round()
@@ -337,7 +337,6 @@ def problems() -> Iterator[Problem]:
 
 
 def limited(problem: Problem) -> Problem:
-    """Returns the same trees with few tokens left, or none."""
     return replace(problem, tokens_left=torch.arange(problem.batch, dtype=torch.int32) % 5 - 1)
 
 

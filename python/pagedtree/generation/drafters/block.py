@@ -137,7 +137,6 @@ class BlockDrafter(Drafter):
         return self._log_probs
 
     def _guess(self, roots: Tensor, start: Tensor, depth: int) -> Tensor:
-        """Returns states [B, depth, H] of the tokens after roots [B] at start [B]."""
         sequences, config = self._selected, self.model.config
         size, batch = config.block_size, len(self._selected)
         for sequence in sequences:

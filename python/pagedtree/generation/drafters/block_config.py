@@ -33,7 +33,7 @@ NUM_LAYERS_READ = "layers of target_layer_ids"
 
 @dataclass(frozen=True)
 class BlockDraftConfig(LayerSizes):
-    """Sizes of a block drafter; fields have the names of DFlash's config.json.
+    """Sizes of a block drafter; names are DFlash's.
 
     Attributes:
         hidden_size, vocab_size: the target's. draft_vocab_size: size of the draft vocabulary, if smaller.
@@ -133,7 +133,6 @@ class BlockDraftConfig(LayerSizes):
 
     @property
     def most_levels(self) -> int:
-        """Number of tokens that a block predicts."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
     def window(self, layer: int) -> int | None:

@@ -54,10 +54,10 @@ class _Layer(DecoderLayer):
 class BlockDraftModel(nn.Module):
     """Transformer layers that draft a block of tokens in one pass, from the target's features of the text so far.
 
-    The block is the newest token and block_size - 1 mask tokens. The context consists of keys and values only, which
-    every layer computes from one state per token, a projection (`fc`, `hidden_norm`) of the outputs of some target
-    layers. DFlash 2 adds convolutions within a block around each layer's attention and MLP, and a selector that weighs
-    a place's candidates by the token before it.
+    The block is the newest token and block_size - 1 mask tokens. The context is keys and values only, which every layer
+    computes from one state per token, a projection (`fc`, `hidden_norm`) of the outputs of some target layers. DFlash 2
+    adds convolutions within a block around each layer's attention and MLP, and a selector that weighs a place's
+    candidates by the token before it.
 
     `from_pretrained` reads DFlash's published checkpoints (`DFlashDraftModel`, github.com/z-lab/dflash), DFlash 2
     (`DFlash2DraftModel`), and speculators' versions of both, tested only with random weights. Refused: RoPE types that
@@ -97,7 +97,6 @@ class BlockDraftModel(nn.Module):
 
     @property
     def embeddings(self) -> Tensor:
-        """[V, hidden_size], the target's."""
         return cast(Tensor, self._of_target[0].weight)
 
     def check_target(self, hidden_size: int, vocab_size: int) -> None:
@@ -141,7 +140,6 @@ class BlockDraftModel(nn.Module):
         return cap * torch.tanh(logits / cap) if cap else logits
 
     def save_pretrained(self, path: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Writes config.json and model.safetensors into the folder `path`."""
         config = {**self.config.to_dict(), "dtype": str(dtype).removeprefix("torch.")}
         ids = self.target_ids
         tensors = {} if ids is None else {"d2t": ids.cpu() - torch.arange(len(ids), dtype=torch.int64)}

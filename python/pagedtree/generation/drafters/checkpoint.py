@@ -98,7 +98,6 @@ class StoredTensors:
                 raise ValueError(f"{stored.file}: {name}: expected {kind}, got {stored.dtype or 'another type'}")
 
     def first_size(self, name: str) -> int | None:
-        """Returns a tensor's first size; None without one."""
         return self._tensors[name].shape[0] if name in self and self._tensors[name].shape else None
 
     def load(self, name: str) -> Tensor:
@@ -106,7 +105,6 @@ class StoredTensors:
 
 
 def have_same_values(stored: Tensor, weight: Tensor) -> bool:
-    """Returns whether the common rows are equal, in the dtype of `weight`."""
     pairs = zip(stored.split(4096), weight.detach().split(4096), strict=False)  # bounds the memory
     return all(torch.equal(a[: len(b)].to(b), b[: len(a)]) for a, b in pairs)
 

@@ -54,7 +54,6 @@ class ConfigEntries:
 
     @classmethod
     def load(cls, folder: Path) -> ConfigEntries:
-        """Reads the file in this folder. Raises OSError if it cannot be read."""
         path = folder / CONFIG_NAME
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
@@ -87,7 +86,6 @@ class ConfigEntries:
         return int(value)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Returns a finite number above 0. Without a default the entry is required."""
         value = self.value(key, default)
         if not (_is_integer(value) and value < 1 << 63) and not isinstance(value, float):
             self.refuse(key, "a number above 0")
@@ -130,11 +128,9 @@ class ConfigEntries:
         return tuple(values)
 
     def section(self, key: str) -> ConfigEntries:
-        """Returns an object in the object; empty without an entry."""
         return ConfigEntries(self.value(key, {}), f"{self.where}: {key}")
 
     def only(self, **values: Any) -> None:
-        """Refuses other values than these; the entries may be missing."""
         for key, expected in values.items():
             value = self.value(key, expected)
             if isinstance(value, bool) != isinstance(expected, bool) or value != expected:

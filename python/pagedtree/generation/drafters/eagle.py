@@ -26,9 +26,9 @@ __all__ = ["EagleDrafter"]
 class EagleDrafter(TreeGrower):
     """An EAGLE-3 head that grows a tree of at most `num_nodes` nodes and `depth` levels.
 
-    Each step runs the head `depth` times: over the tokens that the target has read since, with its features, then over
-    the best `width` nodes of each level but the last, with its own states. The `num_nodes` best candidates form the
-    tree (EAGLE-2). Pages and unread features are kept as in `BlockDrafter`.
+    Each step runs the head over the tokens that the target has read since, with its features, then over the best
+    `width` nodes of each level but the last, with its own states. The `num_nodes` best candidates form the tree
+    (EAGLE-2). Pages and unread features are kept as in `BlockDrafter`.
 
     head: made for the target of `generate`. num_nodes, depth, width: as in `ModelDrafter`.
     """
@@ -172,7 +172,6 @@ class EagleDrafter(TreeGrower):
         return [(sequence, sequence.root) for sequence in self._selected]
 
     def _enter(self, sequence: GeneratedSequence, start: int) -> None:
-        """Registers the sequence; another outcome has read the pages before `start`."""
         if sequence.index in self._known:
             return
         if start:

@@ -33,8 +33,8 @@ class EagleHead(nn.Module):
     after the last norm). `logits` of the layer's output predicts token t + 2.
 
     EAGLE 3.1 adds norm_output, and norm_before_fc and fc_norm, which norm the features before fusing, together or per
-    layer. Heads of speculators may have more layers, Qwen 3 layers, and biases. A P-EAGLE head (Hui et al., 2026) has a
-    state for unknown tokens, `mask_hidden`, and drafts all levels in one pass.
+    layer. A P-EAGLE head (Hui et al., 2026) has a state for unknown tokens, `mask_hidden`, and drafts all levels in one
+    pass.
 
     Args:
         config: entries of config.json, as in SGLang and vLLM. ValueError for unknown or unsupported entries.
@@ -106,12 +106,10 @@ class EagleHead(nn.Module):
         return self._rows[0] if self.lm_head is None else self.lm_head.weight
 
     def check_attention(self) -> None:
-        """Raises ValueError for heads that `tree_attention` does not support."""
         sizes = self.config
         check_attention(sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim)
 
     def check_target(self, hidden_size: int, vocab_size: int) -> None:
-        """Raises ValueError unless the head is consistent and fits a target of these sizes."""
         size, num_inputs = self.config.hidden_size, self.fc.in_features
         if num_inputs != hidden_size * len(self.feature_layers):
             raise ValueError(
@@ -190,8 +188,8 @@ class EagleHead(nn.Module):
         """Returns the head for `model`, on its device and in its dtype, from a folder of SGLang, vLLM or speculators.
 
         Without d2t the draft vocabulary is the target's, whose rows replace a missing embed_tokens.weight or
-        lm_head.weight. Raises ValueError, naming the file and the entry or tensor, for another architecture or target
-        and for unknown entries or tensors; OSError for unreadable files.
+        lm_head.weight. Raises ValueError, naming the entry or tensor, for another architecture or target and unknown
+        entries or tensors; OSError for unreadable files.
         """
         path, target = Path(path), Target.of(model)
         device, dtype = target.place

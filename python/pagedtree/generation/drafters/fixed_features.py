@@ -31,7 +31,7 @@ class FixedFeatures:
         self.held[sequence.index] = sequence.root - 1
 
     def clear(self, sequence: GeneratedSequence) -> None:
-        """Drops a sequence's features; its drafts are then useless."""
+        """Drops a sequence's features."""
         self.counts[sequence.index] = 0
 
     def take(self, sequences: Sequence[GeneratedSequence]) -> list[tuple[GeneratedSequence, int, Tensor]]:

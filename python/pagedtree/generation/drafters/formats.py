@@ -33,7 +33,6 @@ class Row:
 
 
 def entry(kind: str, default: Any = MISSING, *, key: str = "", place: str = "", **bounds: Any) -> Any:
-    """Returns a config field. The arguments are the attributes of `Row`."""
     row = Row(kind, default, key, place, bounds)
     return field(default=MISSING if callable(default) else default, metadata={"row": row})
 

@@ -45,7 +45,6 @@ class RotaryAngles:
         self._frequencies = frequencies
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """Returns the rotation at positions, int64 [...]."""
         self._frequencies = self._frequencies.to(positions.device)
         angles = positions[..., None, None].float() * self._frequencies
         return angles.cos().to(dtype), angles.sin().to(dtype)
@@ -72,15 +71,12 @@ class Attention(nn.Module):
         self.k_norm = nn.Identity() if norm_eps is None else nn.RMSNorm(sizes.head_dim, eps=norm_eps)
 
     def queries(self, states: Tensor, rotation: Rotation) -> Tensor:
-        """Maps states [..., inputs] to queries [..., Hq, D]."""
         return self._rotated(self.q_proj(states), self.q_norm, rotation)
 
     def keys_values(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Maps states [..., inputs] to keys and values, [..., Hkv, D] each."""
         return self._rotated(self.k_proj(states), self.k_norm, rotation), self._heads(self.v_proj(states))
 
     def forward(self, states: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        """Maps states [..., inputs] to [..., hidden_size]."""
         heads = attend(self.queries(states, rotation), *self.keys_values(states, rotation))
         return cast(Tensor, self.o_proj(heads.flatten(-2)))
 

@@ -39,8 +39,8 @@ class MedusaHeads(nn.Module):
     """Residual blocks that map a model's last hidden state to a later position's, read by the model's `lm_head`.
 
     `lm_head` predicts the token after the hidden state's position; head i (from 0) predicts token i + 2 after it.
-    vocab_size: of heads with separate output layers, as in Medusa's; None: they share `lm_head`. Raises ValueError for
-    a hidden_size that `lm_head` does not read.
+    vocab_size: of heads with separate output layers; None: they share `lm_head`. Raises ValueError for a hidden_size
+    that `lm_head` does not read.
     """
 
     def __init__(
@@ -92,7 +92,6 @@ class MedusaHeads(nn.Module):
         return call_shared(self._lm_head[0], states)
 
     def save_pretrained(self, path: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Writes config.json and medusa.safetensors into the folder `path`."""
         config = {"model_type": "medusa", "num_heads": self.num_heads, "hidden_size": self.hidden_size}
         if self.outputs is not None:
             config["vocab_size"] = self.outputs.shape[1]

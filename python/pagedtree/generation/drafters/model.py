@@ -27,11 +27,10 @@ class ModelDrafter(TreeGrower):
     """A draft model with the target's tokenizer that grows a tree of at most `num_nodes` nodes and `depth` levels.
 
     Each step runs the draft model `depth` times: over the unread tokens, then over some nodes of each level but the
-    last. Its cache keeps the accepted paths of running sequences; the pages do not count in `num_pages` of `generate`,
-    and the pool doubles when full.
+    last. The pages of its cache do not count in `num_pages` of `generate`; the pool doubles when full.
 
     Vocabulary padding may differ by at most 1024: tokens that the target lacks are never drafted, tokens that the draft
-    model lacks have probability 0. The drafts of another tokenizer are rejected; the text stays correct.
+    model lacks have probability 0.
 
     Args:
         model: a causal language model (a `PackedModel`; in `pagedtree.integrations.transformers` one of transformers)
@@ -166,7 +165,6 @@ class ModelDrafter(TreeGrower):
         self.cache.compact(table, start, committed.draft_accept_index, committed.draft_num_accepted)
 
     def advance(self, sequences: list[GeneratedSequence]) -> None:
-        """Gives back the pages past the accepted paths."""
         for sequence in sequences:
             # The last accepted token may be unread. Reading it again is cheaper than a device synchronisation.
             self._cached[sequence.index] = len(sequence.tokens) - 2

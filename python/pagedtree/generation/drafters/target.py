@@ -70,7 +70,7 @@ def check_attention(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
 
 
 def is_offloaded(layer: nn.Module) -> bool:
-    """Returns whether accelerate brings weights for a forward only; a model made on the meta device is not meant."""
+    """Returns whether accelerate brings weights for a forward only."""
     weights = (weight for inner in layer.modules() if hasattr(inner, "_hf_hook") for weight in inner.parameters())
     return any(weight.is_meta for weight in weights)
 
@@ -87,7 +87,7 @@ def dtype_of(model: Any) -> torch.dtype:
 
 def check_place(weights: Iterable[Tensor], model: PackedModel, shared: Iterable[Tensor] = ()) -> None:
     """Raises ValueError for drafter weights on another device or of another dtype than the target's hidden states.
-    shared: weights of the target's, of any dtype."""
+    shared: the target's weights, of any dtype."""
     like = model.new_hidden(0)
     for weight in weights:
         if weight.is_floating_point() and (weight.device, weight.dtype) != (like.device, like.dtype):
@@ -102,7 +102,7 @@ def check_place(weights: Iterable[Tensor], model: PackedModel, shared: Iterable[
 
 
 def call_shared(layer: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
-    """Calls a layer of the target's for a head. Raises ValueError for a layer whose weight is in shards now."""
+    """Calls a layer of the target. Raises ValueError if its weight is in shards."""
     weight = getattr(layer, "weight", None)
     if inputs.is_floating_point() and isinstance(weight, Tensor) and weight.is_floating_point():
         inputs = inputs.to(weight.dtype)  # an output layer in fp32 over a body of bf16

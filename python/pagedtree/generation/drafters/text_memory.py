@@ -60,7 +60,6 @@ class TextMemory:
         return min(self._count, self.max_tokens)
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Adds a text, or its end."""
         text = np.asarray(tokens, dtype=np.int32)[max(len(tokens) - self.max_tokens + 1, 0) :]
         if len(text) < self.context:
             return
@@ -115,7 +114,7 @@ class TextMemory:
         return ((total * np.uint64(FACTOR)) >> np.uint64(self._shift)).astype(np.int64)
 
     def _hash_of(self, tokens: Sequence[int]) -> int:
-        """Returns the hash of `context` tokens without numpy, whose call overhead would dominate."""
+        """Returns the hash of `context` tokens without numpy's call overhead."""
         total = 0
         for token in tokens:
             total = (total ^ token) * FACTOR & MASK

@@ -21,7 +21,6 @@ def refuse(**arguments: Any) -> None:
 
 
 def one_of(**names: Tensor | None) -> Tensor | None:
-    """Returns the given one of two names for the same argument."""
     arguments = {name: value for name, value in names.items() if value is not None}
     if len(arguments) > 1:
         raise ValueError(f"{' and '.join(arguments)}: expected one of the two, got both")

@@ -108,7 +108,6 @@ def append_paged_mla_kv_cache(
 def _slots(
     batch_indices: Tensor, positions: Tensor, kv_indices: Tensor, kv_indptr: Tensor, page_size: int, n: int
 ) -> Tensor:
-    """Returns int64 [n]: the slot of each new row, or -1."""
     expect_shape([n], batch_indices=batch_indices, positions=positions)
     expect_dims("[B + 1]", kv_indptr=kv_indptr)
     expect_dims("[pages]", kv_indices=kv_indices)

@@ -32,7 +32,6 @@ class PlannedTypes:
 
 
 def count_queries(qo_indptr: Tensor, num_sequences: int) -> tuple[int, int]:
-    """Returns the number of queries: in total, and the maximum per sequence."""
     expect_shape([num_sequences + 1], qo_indptr=qo_indptr)
     begins = qo_indptr.tolist()
     counts = [end - begin for begin, end in pairwise(begins)]

@@ -47,8 +47,8 @@ class Step:
 class PagedTreeBackend(AttentionBackend):
     """Decoding, chunked prefill and verification of draft trees of every shape, for any page size.
 
-    Multi-head, grouped-query and latent (DeepSeek's) decoder attention, with sliding windows in one pool, logit caps
-    and sinks; unsupported features are refused by name.
+    Decoder attention, latent (DeepSeek's) too, with sliding windows in one pool, logit caps and sinks; unsupported
+    features are refused by name.
     """
 
     def __init__(self, model_runner: Any) -> None:

@@ -37,7 +37,6 @@ def _cells(seq_lens: Tensor, n: int, mode: int) -> Tensor:
 
 
 def _packed_rows(tree_mask: Tensor, bs: int, n: int) -> Tensor:
-    """Returns the bytes [bs * n, 1, 2 or 4] of a bit-packed mask."""
     if n > 32:
         raise ValueError(f"draft_token_num: expected at most 32 in a bit-packed mask, got {n}")
     width = 4 if n > 16 else 2 if n > 8 else 1

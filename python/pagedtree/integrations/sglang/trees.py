@@ -19,7 +19,7 @@ LINKS = ("retrive_index", "retrive_next_token", "retrive_next_sibling")
 
 
 def either_spelling(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Accepts retrieve_* for an argument retrive_*: sgl_kernel has had both."""
+    """Accepts retrieve_* for an argument retrive_*."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

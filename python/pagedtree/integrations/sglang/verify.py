@@ -123,8 +123,8 @@ def tree_speculative_sampling_target_only(
 def _deciding_coins(
     coins: Tensor, probs: Tensor, drafts: Tensor, trees: TreeBatch, single: float, acc: float
 ) -> Tensor:
-    """Coins in the middle of the chosen child's interval, or past all: `verify_rejection` sees exponentials of
-    logarithms, whose rounding would decide on a boundary."""
+    """Coins in the middle of the chosen child's interval, or past all: rounding in `verify_rejection` would decide on a
+    boundary."""
     bs, n = drafts.shape
     vocab = probs.shape[1]
     parents = trees.parents.view(bs, n).long().clamp(0, n - 1)

@@ -158,7 +158,6 @@ def _attend_dense(
 
 
 def _mask_words(mask: Tensor, *sizes: int) -> Tensor:
-    """Returns a mask's words, cached until it is written to."""
     if torch.compiler.is_compiling() or mask.is_inference():  # where nobody could tell that it was written to
         return _pack_mask(mask, *sizes)
     made_for, words = getattr(mask, "_pagedtree_words", (None, None))

@@ -33,7 +33,6 @@ BF16_ISAS = {"avx512", "amx"}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns its exit status."""
     parser = _parser()
     args = parser.parse_args(argv)
     try:
@@ -167,5 +166,4 @@ def _params(args: argparse.Namespace, config: ConfigFields) -> SamplingParams | 
 
 
 def is_fast(dtype: torch.dtype) -> bool:
-    """Returns whether this CPU multiplies the dtype at least as fast as float32."""
     return dtype == torch.float32 or (dtype == torch.bfloat16 and not BF16_ISAS.isdisjoint(_C.available_isas()))

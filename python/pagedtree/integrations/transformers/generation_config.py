@@ -92,7 +92,6 @@ class ConfigFields:
         return settings.on_params(SamplingParams() if self.is_sampled else None)
 
     def stops(self, stop_strings: str | Sequence[str] | None, tokenizer: Any) -> StopStrings | None:
-        """Chooses the stop strings: the call's, else the config's."""
         if stop_strings is not None:
             return StopStrings(stop_strings, tokenizer)
         if "stop_strings" not in self.values:
@@ -186,7 +185,6 @@ def _acts(name: str, value: Any) -> bool:
 
 @contextmanager
 def _named(*names: str) -> Iterator[None]:
-    """Turns any error for a value into a ValueError that names its place."""
     try:
         yield
     except Exception as error:

@@ -53,12 +53,10 @@ def _is_served(module: Any) -> bool:
 
 
 def absorbed(layers: Iterable[nn.Module]) -> AbstractContextManager[None]:
-    """Makes these layers pass their latents to the attention interface inside the block."""
     return with_forwards(((layer, _latents) for layer in layers), "expand_kv")
 
 
 def is_absorbed(module: nn.Module) -> bool:
-    """Returns whether this layer passes latents."""
     return getattr(module, "expand_kv", None) is _latents
 
 

@@ -73,7 +73,6 @@ def check_model(model: Any) -> None:
 
 
 def _check_devices(model: Any) -> None:
-    """Raises ValueError for layers on several devices."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     parts = (model.get_input_embeddings(), decoder, model.get_output_embeddings())
     devices = {str(device) for part in parts if part is not None for device in _devices(part)}
@@ -84,7 +83,7 @@ def _check_devices(model: Any) -> None:
 
 
 def _devices(module: nn.Module, target: Any = None) -> Iterator[torch.device]:
-    """Yields the devices where the weights are used: offloaded ones are there, on `target`, during a forward only."""
+    """Yields the devices where the weights are used; `target` for offloaded ones."""
     hook = getattr(module, "_hf_hook", None)  # accelerate's
     targets = (getattr(each, "execution_device", None) for each in getattr(hook, "hooks", (hook,)))
     target = next((device for device in targets if device is not None), target)
@@ -96,12 +95,11 @@ def _devices(module: nn.Module, target: Any = None) -> Iterator[torch.device]:
 
 
 def _has(model: nn.Module, property_of: Callable[[Any], bool]) -> bool:
-    """Returns whether it holds for the model or a submodel."""
     return any(property_of(inner) for inner in model.modules() if isinstance(inner, PreTrainedModel))
 
 
 def _makes_masks(model: nn.Module) -> bool:
-    """Returns whether the model builds its masks itself, as some of 4.57 do; those take one 4-D mask."""
+    """Returns whether the model builds its masks itself, as some of 4.57 do, from one 4-D mask."""
     if _has(model, lambda inner: hasattr(sys.modules.get(type(inner).__module__), "create_causal_mask")):
         return False
     return _has(model, lambda inner: inner._supports_sdpa)
@@ -251,8 +249,8 @@ class TransformersModel(PackedModel):
         return PassOutput(logits, hidden, features)
 
     def _without_autograd(self) -> AbstractContextManager[Any]:
-        """Skips torch's autograd dispatch, 4 % of a small model's pass on a CPU, where nothing would be recorded.
-        Tensors stay ordinary, unlike torch.inference_mode's."""
+        """Skips torch's autograd dispatch, 4 % of a small model's pass on a CPU. Tensors stay ordinary, unlike
+        torch.inference_mode's."""
         if self._is_plain and not torch.is_grad_enabled():
             guard: AbstractContextManager[Any] = torch._C._AutoDispatchBelowAutograd()
             return guard
@@ -299,8 +297,7 @@ class ModelDrafter(drafters.ModelDrafter):
 
 
 class _Watched:
-    """Captures the output layer's input and decoder layers' outputs, as `wanted`, by hooks that stay until `stop`:
-    setting them per pass took 3 % of a small model's step."""
+    """Captures the output layer's input and decoder layers' outputs, as `wanted`, by hooks that stay until `stop`."""
 
     def __init__(self) -> None:
         self.wanted: tuple[bool, tuple[int, ...]] = False, ()

@@ -115,7 +115,6 @@ class MtpHead(nn.Module):
             )
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Normalizes the target's last-layer outputs, [T, H]."""
         return cast(Tensor, self._of_target[2](features))
 
     def forward(self, tokens: Tensor, states: Tensor, positions: Tensor, step: PagedStep | None = None) -> Tensor:
@@ -139,7 +138,6 @@ class MtpHead(nn.Module):
         return cast(Tensor, self.final_norm(out[0] if isinstance(out, tuple) else out)[0])
 
     def logits(self, states: Tensor) -> Tensor:
-        """Turns the outputs of `forward`, [..., H], into logits of the target's tokens."""
         return call_shared(self._of_target[1], states)
 
     @classmethod
@@ -181,8 +179,8 @@ class MtpHead(nn.Module):
 class MtpDrafter(EagleDrafter):
     """Trees of the most likely tokens of the target's multi-token prediction layer.
 
-    It drafts as `EagleDrafter` does, with the same sizes and a separate cache (of latents if the target's is). Of
-    several such layers, the first drafts all levels.
+    It drafts as `EagleDrafter` does, with the same sizes and a separate cache (of latents if the target's is). The
+    first of several such layers drafts all levels.
 
     head: `MtpHead.from_pretrained`, of the target that `generate` gets.
     """
@@ -232,7 +230,7 @@ def _layout_of(stored: StoredTensors, num_layers: int) -> Layout | None:
 
 
 def _stored_names(layout: Layout, name: str, tensor: Tensor, stored: StoredTensors) -> Mapping[str, tuple[int, ...]]:
-    """Returns the file's tensors of one of `MtpHead`, with their shapes: one, or one per expert."""
+    """Returns the file's tensors, with shapes, of a tensor of `MtpHead`: one, or one per expert."""
     part, _, rest = name.partition(".")
     if part != "layer":
         return {f"{layout.prefix}{getattr(layout, part)}.{rest}": tuple(tensor.shape)}

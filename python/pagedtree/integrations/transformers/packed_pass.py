@@ -41,5 +41,4 @@ _running: list[PackedPass] = []
 
 
 def running_pass() -> PackedPass | None:
-    """Returns the caller's pass."""
     return current_pass.get() if _running else None

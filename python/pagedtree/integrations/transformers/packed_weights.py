@@ -1,7 +1,4 @@
-"""Weights of linear layers in oneDNN's packed form, in which CPUs multiply few rows faster.
-
-oneDNN's product reads a weight in its kernel's order: a pass over few tokens comes closer to memory bandwidth.
-"""
+"""Weights of linear layers in oneDNN's packed form, in which CPUs multiply few rows faster."""
 
 from __future__ import annotations
 
@@ -89,8 +86,7 @@ class _Packed:
 
 
 def _must_stay(weight: Any) -> bool:
-    """Returns whether a new parameter of the same bits could not replace this one: it has a gradient or hooks, or other
-    tensors or processes use its memory."""
+    """Returns whether the parameter has a gradient or hooks, or other tensors or processes use its memory."""
     storage = weight.untyped_storage()
     is_read = storage.is_shared() or torch._C._storage_Use_Count(storage._cdata) > 2  # by the weight and by `storage`
     return is_read or weight.grad is not None or bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
@@ -100,20 +96,17 @@ def _must_stay(weight: Any) -> bool:
 def packed_weights(*models: nn.Module) -> Iterator[int]:
     """Runs linear layers of the models with packed weights inside the block, on CPUs where oneDNN has them.
 
-    `generate`, `model(...)` and `model.generate(...)` are faster inside the block; pass a drafter's `networks`, too.
-    Packing and unpacking take as long as about 20 passes gain: keep the block open over many calls. At its end, also
-    after an exception, the models have their parameters again, with the same bits.
+    Pass a drafter's `networks`, too. Packing and unpacking take as long as about 20 passes gain: keep the block open
+    over many calls. At its end, also after an exception, the models have their parameters again, with the same bits.
 
-    The block is for the owner of the models: do not use them otherwise meanwhile. Code that reads, writes, trains,
-    saves, loads or moves weights, or another thread that runs the models, is not supported: torch's dense operations on
-    a packed `weight`, backward, and passes within torch.autocast raise RuntimeError. A compiled model runs uncompiled.
-    Blocks may be nested: packed layers stay as they are.
+    Inside it only run the models, in one thread: torch's dense operations on a packed `weight` (to train, save, load or
+    move it), backward, and passes within torch.autocast raise RuntimeError. A compiled model runs uncompiled. Blocks
+    may be nested.
 
     Layers of the exact type `torch.nn.Linear` on the CPU are packed from 32768 elements in bf16 and fp16 (where oneDNN
     computes in them), from 524288 in fp32; not quantised, offloaded, sharded and parametrised ones, nor kv_b_proj of
     latent attention and dt_proj of Mamba. In fp32 and fp16, packed weights slow down passes of one and two tokens.
-    Results differ from dense weights by rounding, which may depend on the number of tokens in the pass, and are
-    reproducible bit for bit.
+    Results differ from dense weights by rounding, and repeat bit for bit.
 
     A dense form is freed unless something else holds the parameter or its memory: a tied embedding, another module, an
     optimizer, a view, another process. An array passed to `torch.from_numpy` is not detected, and loses the weight.
@@ -140,7 +133,6 @@ def packed_weights(*models: nn.Module) -> Iterator[int]:
 
 
 def _candidates(models: tuple[nn.Module, ...]) -> list[list[nn.Linear]]:
-    """Returns the layers to pack, by weight."""
     modules = {id(module): module for model in models for module in model.modules()}.values()
     read_directly = {id(module._modules[name]) for module in modules for name in READ_DIRECTLY & module._modules.keys()}
     dtypes, layers = _dtypes(), cast(dict[int, list[Any]], {})

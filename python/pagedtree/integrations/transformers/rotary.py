@@ -1,8 +1,8 @@
 """Rotary embeddings whose frequencies transformers chooses by the largest position of a pass.
 
 Type "longrope" (Phi-3, Phi-4-mini) has other frequencies for texts of more than `original_max_position_embeddings`
-tokens. Type "dynamic" changes with each token past `max_position_embeddings`. All sequences of a packed pass rotate
-alike, so a call takes texts of one side only.
+tokens. Type "dynamic" changes with each token past `max_position_embeddings`. A packed pass rotates all sequences
+alike.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def check_preparation(model: Any) -> None:
 
 
 def _is_active(model: Any, adapter: str) -> bool:
-    """Returns whether some layer of peft's uses the adapter, or no layer tells."""
+    """Returns whether a layer of peft's uses the adapter, or none is known."""
     layers = [layer for layer in model.modules() if isinstance(getattr(layer, "disable_adapters", None), bool)]
     return not layers or any(adapter in layer.active_adapters for layer in layers if not layer.disable_adapters)
 

@@ -259,8 +259,8 @@ class PagedTreeImpl(AttentionImpl[PagedTreeMetadata]):
         kv_cache: Tensor,
         layer_slot_mapping: Tensor,
     ) -> None:
-        """Rotates the queries in place, and caches the rotated keys and the values: vLLM's pass fuse_rope_kvcache calls
-        it in place of rotary embedding and `do_kv_cache_update`."""
+        """Rotates the queries in place, and caches the rotated keys and the values, for vLLM's pass
+        fuse_rope_kvcache."""
         count = layer_slot_mapping.shape[0]
         query, key, value, positions = (rows[:count] for rows in (query, key, value, positions))
         caches, options = self._caches(kv_cache)[:2], {"interleaved": not is_neox, **self._scales(layer)}
@@ -296,7 +296,7 @@ class PagedTreeImpl(AttentionImpl[PagedTreeMetadata]):
         return output
 
     def _caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor, LayerKind]:
-        """Returns keys and values; caches the views, which cost nearly as much as a small model's layer."""
+        """Returns keys and values; caches the views, which are slow to make."""
         if self._views is None or self._views[0] is not kv_cache:
             keys, values = kv_views(kv_cache, self.kv_cache_dtype)
             kind = LayerKind(

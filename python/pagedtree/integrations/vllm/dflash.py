@@ -19,7 +19,6 @@ class DFlashTreeSpeculator(KeptTrees, DFlashSpeculator):
     """Makes the likeliest tree (`pagedtree.best_first_tree`) of `num_speculative_tokens` nodes and as many levels from
     one pass of vLLM's block drafter.
 
-    vLLM computes the text's keys and values from a chain of target rows, to which accepted paths are gathered.
     """
 
     def __init__(self, vllm_config: Any, req_states: Any, device: torch.device) -> None:

@@ -5,8 +5,7 @@
         additional_config={"pagedtree": {"max_branches": 4}})
 
 On model runner V2 the method is "ngram_gpu". num_speculative_tokens bounds the nodes of a tree, excluding the root.
-Every drafter takes the option "tree": "auto" (V1's default) drafts and verifies only nodes that pay
-(`tuned.BatchTuner`); "whole" verifies every node.
+docs/integrations/vllm.md has the options.
 """
 
 from __future__ import annotations
@@ -49,8 +48,6 @@ NGRAMS = {"max_depth": MAX_NODES - 1, "max_branches": MAX_NODES, "min_ngram": 64
 
 
 class WithoutModel(TreeDrafter):
-    """Base class of drafters without a multi-rank draft model."""
-
     @classmethod
     def check(cls, vllm_config: Any) -> None:
         size = vllm_config.speculative_config.draft_tensor_parallel_size
@@ -80,8 +77,7 @@ class KnowsTexts(TreeDrafter):
 
 
 class NgramTreeDrafter(WithoutModel):
-    """Prompt lookup in the request's text. Options: as in `pagedtree.integrations.transformers.NgramDrafter`, without
-    `remember`."""
+    """Prompt lookup in the request's text."""
 
     defaults: ClassVar[dict[str, Any]] = {"max_depth": None, "max_branches": 4, "min_ngram": 1, "max_ngram": 4}
     largest = NGRAMS
@@ -104,10 +100,8 @@ class NgramTreeDrafter(WithoutModel):
 class ModelTreeDrafter(KnowsTexts):
     """A smaller model with the target's tokenizer.
 
-    Options: model (path or name of a transformers checkpoint; needed); depth and width as in
-    `pagedtree.integrations.transformers.ModelDrafter`. transformers runs it in the target's dtype, with a paged cache
-    outside vLLM's memory budget, on the first tensor-parallel rank, or split (`pagedtree.distributed.DraftGroup`) over
-    the first draft_tensor_parallel_size ranks, a divisor of tensor_parallel_size.
+    transformers runs it in the target's dtype, with a paged cache outside vLLM's memory budget, on the first
+    tensor-parallel rank, or split (`pagedtree.distributed.DraftGroup`) over the first draft_tensor_parallel_size ranks.
     """
 
     defaults: ClassVar[dict[str, Any]] = {"model": None, "depth": 4, "width": 4}
@@ -176,8 +170,7 @@ class ModelTreeDrafter(KnowsTexts):
 class MedusaTreeDrafter(WithoutModel):
     """Medusa: heads on the target's last hidden state predict the tokens after the root, one head per tree level.
 
-    Options: heads (folder of `pagedtree.integrations.transformers.MedusaHeads`; needed). Trees come from
-    `pagedtree.best_first_tree`.
+    Trees come from `pagedtree.best_first_tree`.
     """
 
     defaults: ClassVar[dict[str, Any]] = {"heads": None}
@@ -220,9 +213,8 @@ class MedusaTreeDrafter(WithoutModel):
 class FolderTreeDrafter(WithoutModel, KnowsTexts):
     """A head or a block drafter that reads outputs of the target's layers, from a folder of any known format.
 
-    Options: drafter (folder, of EAGLE-3, P-EAGLE, DFlash or DFlash 2, as `pagedtree.generation.drafters.load_drafter`
-    reads it; needed); depth and width as its drafter takes them. It runs on the first tensor-parallel rank, with a copy
-    of embedding and output layer if the ranks share these, outside vLLM's memory budget. Prefix caching must be off.
+    It runs on the first tensor-parallel rank, with a copy of embedding and output layer if the ranks share these,
+    outside vLLM's memory budget. Prefix caching must be off.
     """
 
     defaults: ClassVar[dict[str, Any]] = {"drafter": None, "depth": None, "width": None}
@@ -272,8 +264,7 @@ class FolderTreeDrafter(WithoutModel, KnowsTexts):
 class EagleTreeDrafter(FolderTreeDrafter):
     """EAGLE-3: a decoder layer on the outputs of three target layers grows a tree, with a separate cache.
 
-    Options: head (checkpoint folder as SGLang and vLLM load it; needed); depth and width as in
-    `pagedtree.integrations.transformers.EagleDrafter`. Otherwise as `FolderTreeDrafter`.
+    Otherwise as `FolderTreeDrafter`.
     """
 
     defaults: ClassVar[dict[str, Any]] = {"head": None, "depth": 5, "width": 4}

@@ -48,7 +48,6 @@ def uses_trees(vllm_config: Any) -> bool:
 
 
 def scheduler_of(vllm_config: Any) -> str:
-    """Returns the name of the scheduler that trees need."""
     return ASYNC_SCHEDULER if vllm_config.scheduler_config.async_scheduling else SCHEDULER
 
 
@@ -143,8 +142,7 @@ def check_worker(vllm_config: Any) -> None:
 def avoid_rotary_op(vllm_config: Any) -> None:
     """Makes latent models rotate in torch. Raises ValueError if vLLM's op for it is requested.
 
-    vLLM 0.32's op for CPUs rotates only the first `tokens` of [tokens * heads, 64] query rows. vLLM uses it when it
-    does not compile, unless the model uses YaRN.
+    vLLM 0.32's op for CPUs rotates only the first `tokens` of [tokens * heads, 64] query rows.
     """
     if not vllm_config.model_config.is_deepseek_mla:
         return
@@ -176,8 +174,8 @@ def check_drafter(name: str) -> Any:
 
 
 def extend_requests() -> None:
-    """Changes what vLLM's front door accepts for engines with trees: min_p and logit_bias, which vLLM refuses under
-    speculation, and nothing that `check_request` refuses."""
+    """Makes vLLM accept min_p and logit_bias, which it refuses under speculation, for engines with trees, and refuse as
+    `check_request` does."""
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.input_processor import InputProcessor

@@ -37,7 +37,7 @@ def sampled_logprobs(
     processed ones only. grammar_mask: int32 [N, ceil(V / 32)] or None. requests: vLLM's `CachedRequestState` of the B
     requests.
 
-    Returns vLLM's tensors with B * S rows; absent tokens' rows are 0, and vLLM drops them.
+    Returns vLLM's tensors with B * S rows, 0 for absent tokens.
     """
     present = (tokens.flatten() >= 0).nonzero()[:, 0]
     chosen, chosen_rows = tokens.flatten()[present], rows.flatten()[present]

@@ -114,8 +114,7 @@ def params_of(given: Sequence[Any], device: torch.device, *, greedy_temperature:
 
 
 def option_lists(given: Sequence[Any], prompt_lens: Sequence[int], vocab_size: int) -> dict[str, Any]:
-    """Returns R requests' text-independent options as arguments of `RequestOptions.from_lists`, without ids outside the
-    model."""
+    """Returns R requests' text-independent options as arguments of `RequestOptions.from_lists`, without unknown ids."""
     lists: dict[str, Any] = {}
     if any(params.allowed_token_ids for params in given):
         lists["allowed"] = [params.allowed_token_ids or None for params in given]
@@ -140,7 +139,6 @@ def known_ids(tokens: Sequence[int] | None, vocab_size: int) -> list[int]:
 
 
 def is_penalized(params: Any) -> bool:
-    """Returns whether vLLM's parameters have a penalty that depends on the text."""
     return [getattr(params, name) for name in PENALTIES] != [1.0, 0.0, 0.0]
 
 

@@ -19,7 +19,7 @@ LATENT_BACKEND = "pagedtree.integrations.vllm.latent.PagedTreeLatentBackend"
 
 
 class PagedTreeCpuPlatform(CpuPlatform):
-    """The CPU platform; it differs only where pagedtree is requested."""
+    """The CPU platform, changed only where pagedtree is requested."""
 
     @classmethod
     def get_attn_backend_cls(

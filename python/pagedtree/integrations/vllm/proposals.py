@@ -48,7 +48,6 @@ def host_proposals(draft: Draft, log_probs: np.ndarray | None = None) -> list[Pr
 
 
 def cut_at(most_depth: int, proposal: Proposal) -> Proposal:
-    """Drops deeper nodes."""
     tokens, parents, log_probs = proposal
     depths = np.zeros(len(parents), dtype=np.int64)
     for node in range(1, len(parents)):

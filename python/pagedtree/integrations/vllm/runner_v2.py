@@ -47,7 +47,7 @@ class TreeRunnerV2:
         take_draft_token_ids  sends the trees to the scheduler if there are grammars
 
     The speculative configuration is vLLM's for n-grams (`limits.METHODS`) or for DFlash (`DFlashTreeSpeculator`).
-    Nothing here waits for the device; the drafter may. It also works without a drafter.
+    Nothing here waits for the device; the drafter may.
     """
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:

@@ -140,8 +140,6 @@ def tree_of(num_drafts: int, parents: np.ndarray | None) -> np.ndarray:
 
 
 class _XgrammarMatcher(XGrammarMatcher):
-    """Lets xgrammar walk the tree."""
-
     def __init__(self, grammar: XgrammarGrammar) -> None:
         super().__init__(grammar.matcher, grammar.vocab_size)
         self.ends = np.array(self.stop_token_ids, dtype=np.int64)

@@ -27,8 +27,7 @@ class KeptTrees:
         parents: int32 [max_num_reqs, num_speculative_tokens + 1], the root's included; of a chain at first.
         max_nodes, max_depth: of each tree. accepted: of the last pass.
         draft_token_confidence_probs: fp32 [max_num_reqs, num_speculative_tokens], in the batch's order, with vLLM's
-            adaptive verification: each node's probability divided by its predecessor's. vLLM keeps the batch's most
-            probable nodes, each request's first ones, because nodes are in descending order.
+            adaptive verification: each node's probability divided by its predecessor's.
     """
 
     def __init__(self, req_states: Any, device: torch.device, max_depth: int | None = None) -> None:
@@ -163,5 +162,5 @@ class TreeSpeculator(KeptTrees, BaseSpeculator):
 
 
 def _longest(batch: Any) -> int:
-    """Returns a bound of the batch's text lengths, since the host does not know acceptance counts."""
+    """Returns a bound of the batch's text lengths."""
     return int((batch.num_computed_tokens_np + batch.num_scheduled_tokens).max()) + 1

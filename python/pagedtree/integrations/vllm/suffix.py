@@ -13,7 +13,7 @@ __all__ = ["SuffixTreeDrafter"]
 class SuffixTreeDrafter(WithoutModel, KnowsTexts):
     """Prompt lookup in the request's text and in the answers of finished requests.
 
-    Options: as in `pagedtree.integrations.transformers.SuffixDrafter`, without `memory` and `num_nodes`.
+    Options: see docs/integrations/vllm.md.
     """
 
     defaults: ClassVar[dict[str, Any]] = {

@@ -78,7 +78,7 @@ class TreeDrafter:
     @classmethod
     def options_of(cls, vllm_config: Any) -> dict[str, Any]:
         """Returns `defaults` and "tree", updated from additional_config. Raises ValueError, naming the option, for
-        unknown ones and other types and values. Called with vLLM's configuration, then in each worker."""
+        unknown ones and other types and values."""
         config = vllm_config.additional_config
         config = config if isinstance(config, dict) else {}
         names = [name for name in config if name != "pagedtree" and isinstance(name, str)]
@@ -111,17 +111,14 @@ class TreeDrafter:
 
     @classmethod
     def check(cls, vllm_config: Any) -> None:
-        """Raises ValueError, naming the setting, for an unsupported configuration. Called with vLLM's configuration,
-        then in each worker."""
+        """Raises ValueError, naming the setting, for an unsupported configuration."""
 
     @property
     def drafts_here(self) -> bool:
-        """Returns whether this rank calls `read` and `draft`."""
         return self.on_every_rank or get_tp_group().rank_in_group == 0
 
     @property
     def on_device(self) -> bool:
-        """Returns whether the class drafts by `draft_on_device`."""
         made, drafted = (
             next(owner for owner in type(self).__mro__ if name in vars(owner)) for name in ("draft_on_device", "draft")
         )
@@ -131,7 +128,6 @@ class TreeDrafter:
         """Called on every rank once the target, a vLLM model, is loaded."""
 
     def forget(self, request_id: str) -> None:
-        """Called when the request is finished."""
         self.parents.pop(request_id, None)
 
     def read(self, request_ids: list[str], tokens: list[np.ndarray], starts: list[int], features: list[Tensor]) -> None:
@@ -139,7 +135,7 @@ class TreeDrafter:
 
         Args:
             request_ids: requests whose prefill or accepted tokens the pass read; not all get a new token.
-            tokens: integer [length of the text so far] of each, prompt and unread tokens included; read-only.
+            tokens: integer [length of the text so far] of each, unread tokens included; read-only.
             starts: the position of the first token read of each: the end of the last call, or 0 after a preemption.
             features: [number of tokens read, layers * H] of each: the residual stream after each of feature_layers.
 
@@ -149,17 +145,13 @@ class TreeDrafter:
     def draft(self, request_ids: list[str], tokens: list[np.ndarray]) -> Sequence[Proposed]:
         """Drafts a tree for each request.
 
-        tokens: of R requests, integer [length of the text so far], read-only, prompt included; the last token is the
-        root. hidden, by keyword, with `needs_hidden`: [R, H], the target's last hidden state before the root, in the
-        model's dtype on its device.
+        tokens: of R requests, integer [length of the text so far], read-only; the last token is the root. hidden, by
+        keyword, with `needs_hidden`: [R, H], the target's last hidden states before the roots.
 
         Returns R tuples (draft_tokens, parents) or (draft_tokens, parents, log_probs): a list of n <=
         num_speculative_tokens token ids, and int32 [n + 1], the parents of the root (-1) and of each draft token: 0 is
-        the root, i the i-th draft token, and 0 <= parents[i] < i. Without drafts: ([], np.array([-1])). Nodes past the
-        request's maximum length are dropped. log_probs: fp32 [n + 1], each node's joint log-probability by the drafter,
-        0 for the root.
-
-        Called in steps where drafting pays.
+        the root, i the i-th draft token, and 0 <= parents[i] < i. Without drafts: ([], np.array([-1])). log_probs: fp32
+        [n + 1], each node's joint log-probability by the drafter, 0 for the root.
         """
         raise NotImplementedError
 
@@ -182,7 +174,6 @@ class TreeDrafter:
         token_ids_cpu: np.ndarray,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Implements vLLM's hook: draft tokens for each request, none without a new token."""
         self.parents.clear()
         rows = [row for row, new in enumerate(sampled_token_ids) if new]
         request_ids = [self.request_ids[row] for row in rows]

@@ -1,4 +1,4 @@
-"""How many nodes each request of vLLM's batch gets, to maximize throughput by `generation.tree_tuner`."""
+"""Chooses the nodes of each request of vLLM's batch, for the highest throughput by `generation.tree_tuner`."""
 
 from __future__ import annotations
 

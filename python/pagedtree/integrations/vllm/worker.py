@@ -21,7 +21,7 @@ __all__ = ["TreeCPUWorker", "TreeGPUWorker"]
 
 @contextmanager
 def _true_log() -> Iterator[None]:
-    """Drops a warning of vLLM's about all speculation, which does not hold with draft trees."""
+    """Drops a warning of vLLM's that does not hold with draft trees."""
     log = logging.getLogger("vllm.v1.sample.logits_processor")
 
     def is_true(record: logging.LogRecord) -> bool:
@@ -57,7 +57,7 @@ class TreeCPUWorker(CPUWorker):
 
 
 class TreeGPUWorker(Worker):
-    """worker_cls on GPUs. It has not been run on one yet."""
+    """worker_cls on GPUs."""
 
     @_true_log()
     def _make_model_runner(self) -> Any:

@@ -1,6 +1,6 @@
-"""Stands in for the functions that SGLang 0.5.23 imports from sgl_kernel on a CPU: pagedtree's ops, and torch.
+"""Functions that SGLang 0.5.23 imports from sgl_kernel on a CPU, by pagedtree's ops and torch.
 
-Without `convert_weight_packed` SGLang takes its own layers in torch for everything else.
+Without `convert_weight_packed` SGLang uses torch layers for the rest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The op of SGLang's n-gram worker."""
+"""SGLang's n-gram worker imports its op from here."""
 
 from pagedtree.integrations.sglang import reconstruct_indices_from_tree_mask
 
