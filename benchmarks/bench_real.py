@@ -39,7 +39,8 @@ from real_peers import Source, ready, takes_one, versions
 from real_rows import PLAIN, QUEUE, Call, Difference, Key, Table
 from suite import Progress
 
-from pagedtree.integrations.transformers import Drafter, NgramDrafter, generate, packed_weights
+from pagedtree.generation.drafters import Drafter, NgramDrafter
+from pagedtree.integrations.transformers import generate, packed_weights
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 

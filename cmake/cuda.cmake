@@ -238,7 +238,7 @@ if(PAGEDTREE_SIMT)
   pagedtree_add_selftest(simt_selftest_tsan ${tsan_flags})
   set_target_properties(simt_selftest PROPERTIES EXCLUDE_FROM_ALL OFF)
 
-  # The host code of the CUDA backend over a runtime that writes down what it is asked, for tests/recorded_case.py. It
+  # The host code of the CUDA backend over a runtime that writes down what it is asked, for tests/support/recorded.py. It
   # links only if the objects need no function of the runtime but those.
   if(TARGET pagedtree_cuda)
     add_library(pagedtree_recorded SHARED tests/runtime/recorded.cpp

@@ -1,6 +1,6 @@
 """The list of architectures in transformers.md, from architectures.json, which tests compare with each run.
 
-python tests/architecture_case.py writes architectures.json (some minutes).
+PYTHONPATH=tests python -m support.architectures writes architectures.json (some minutes).
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ EXTRA_MODULES = {
     "Grammars": "pagedtree.grammars",
     "Tensor parallel": "pagedtree.distributed",
     "Testing": "pagedtree.testing",
+    "Drafters": "pagedtree.generation.drafters",
     "transformers": "pagedtree.integrations.transformers",
     "SGLang": "pagedtree.integrations.sglang",
     "FlashInfer": "pagedtree.integrations.flashinfer",

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedtree.integrations.transformers import Drafter, GenerationStats, generate
+from pagedtree.generation.drafters import Drafter
+from pagedtree.integrations.transformers import GenerationStats, generate
 
 __all__ = ["compare_live", "fastest", "first_difference"]
 

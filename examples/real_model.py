@@ -14,7 +14,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pagedtree.integrations.transformers import CombinedDrafter, Drafter, EagleDrafter, EagleHead, NgramDrafter
+from pagedtree.generation.drafters import CombinedDrafter, Drafter, EagleDrafter, EagleHead, NgramDrafter
 
 __all__ = ["HEAD", "NAME", "checkpoint", "drafters", "load"]
 

@@ -30,7 +30,8 @@ from transformers.utils import logging
 
 from pagedtree import SamplingParams
 from pagedtree.distributed import DraftGroup, Traffic, VocabShards
-from pagedtree.integrations.transformers import Drafter, ModelDrafter, StepResult, generate, tensor_parallel
+from pagedtree.generation.drafters import Drafter, StepResult
+from pagedtree.integrations.transformers import ModelDrafter, generate, tensor_parallel
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 PARAMS = SamplingParams(temperature=0.8, top_p=0.9)

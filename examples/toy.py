@@ -26,19 +26,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pagedtree import SamplingParams
-from pagedtree.integrations.transformers import (
+from pagedtree.generation.drafters import (
     BlockDrafter,
     BlockDraftModel,
     Drafter,
     EagleDrafter,
     EagleHead,
-    GenerationStats,
     MedusaDrafter,
     MedusaHeads,
-    ModelDrafter,
     NgramDrafter,
-    generate,
 )
+from pagedtree.integrations.transformers import GenerationStats, ModelDrafter, generate
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 PAGE_SIZE = 16

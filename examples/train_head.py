@@ -29,7 +29,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from pagedtree import SamplingParams
-from pagedtree.integrations.transformers import EagleDrafter, EagleHead, NgramDrafter, generate
+from pagedtree.generation.drafters import EagleDrafter, EagleHead, NgramDrafter
+from pagedtree.integrations.transformers import generate
 
 SEED = 0
 PROMPTS = Path(__file__).parent / "prompts" / "training.json"

@@ -2,16 +2,16 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from attention_case import TARGETS, Target, target_id
-from device_case import made_on, only_on
-from each_value import pytest_collection_modifyitems  # noqa: F401
 from hypothesis import HealthCheck, settings
-from ranks import Ranks
-from whole_trees import whole_trees  # noqa: F401
+from support.attention import TARGETS, Target, target_id
+from support.devices import made_on, only_on
+from support.ranks import Ranks
 
 from pagedtree import _C
 from pagedtree.testing import backends
@@ -41,6 +41,49 @@ def pytest_collection() -> Iterator[object]:
     gc.enable()
     gc.set_threshold(100_000, 20, 100)
     return result
+
+
+@pytest.hookimpl(tryfirst=True)  # before slow cases are deselected
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    cases = defaultdict[str, list[pytest.Function]](list)
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        if isinstance(item, pytest.Function) and "each_value" in marks and "slow" not in marks:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for of_test in cases.values():
+        sample = of_each_value(of_test)
+        for item in of_test:
+            if item not in sample:
+                item.add_marker(pytest.mark.slow)
+
+
+def of_each_value(cases: list[pytest.Function]) -> list[pytest.Function]:
+    """Returns cases with every value of every parameter; the first of those with most new values is next."""
+    values = {}
+    for case in cases:
+        texts = {name: repr(value) for name, value in case.callspec.params.items()}
+        place = tuple(texts.get(name) for name in ("backend", "target", "isa", "kind"))
+        values[case] = {(place, *value) for value in texts.items()}
+    missing, found = set().union(*values.values()), []
+    while missing:
+        found.append(max(cases, key=lambda case: len(values[case] & missing)))
+        missing -= values[found[-1]]
+    return found
+
+
+@pytest.fixture(autouse=True)
+def whole_trees() -> Iterator[None]:
+    """Makes tree=None the default of `generate` and `tree_generate`; an empty fixture of this name restores it."""
+    package = sys.modules.get("pagedtree.integrations.transformers")
+    functions = () if package is None else (package.generate, package.tree_generate)
+    # torch.no_grad wraps one.
+    defaults = [getattr(function, "__wrapped__", function).__kwdefaults__ for function in functions]
+    for keywords in defaults:
+        assert keywords["tree"] == "auto"
+        keywords["tree"] = None
+    yield
+    for keywords in defaults:
+        keywords["tree"] = "auto"
 
 
 @pytest.fixture(params=backends())
@@ -130,3 +173,14 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     processes = Ranks(tmp_path_factory.mktemp("ranks"))
     yield processes
     processes.close()
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """Destroys the process group of `calls.ops.one_rank`: other tests make theirs."""
+    yield
+    if torch.distributed.is_initialized():
+        import calls.ops
+
+        calls.ops.one_rank.cache_clear()
+        torch.distributed.destroy_process_group()

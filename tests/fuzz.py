@@ -38,9 +38,9 @@ import calls.checkpoints
 import torch
 from calls import Call, changed, mapped, parts_of, tensors_of
 from calls.ops import VOCAB
-from device_case import default_dtype
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from support.devices import default_dtype
 from torch import Tensor
 
 import pagedtree as pt

@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from mutant_list import MUTANTS
+from support.mutants import MUTANTS
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "mutants"

@@ -16,6 +16,6 @@ torch=$(python -c "import os, torch; print(os.path.dirname(torch.__file__))")
 c++ -std=c++20 -O1 -fPIC -shared tests/simt/host_cuda.cpp -o "$tree/libhost_cuda.so" \
   -I"$torch/include" -I"$torch/include/torch/csrc/api/include" -L"$torch/lib" -Wl,-rpath,"$torch/lib" -ltorch_cpu -lc10
 
-env HOST_CUDA="$tree/libhost_cuda.so" PYTEST_PLUGINS=host_cuda PYTHONPATH="$tree/python:$PWD/tests" \
+env HOST_CUDA="$tree/libhost_cuda.so" PYTEST_PLUGINS=host_cuda PYTHONPATH="$tree/python:$PWD/tests/simt" \
   OMP_NUM_THREADS=1 python -m pytest -m "not slow and not stats" -k cuda \
   --ignore tests/ops/test_captured_step.py --ignore tests/repo/test_packaging.py "$@"

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/common.h"
+#include "core/verify/table.h"
 
 // OP(name, params): each backend has a host function.
 // RULE(name, params, rule, grain): the op is rule(params, i) for each i below num_items(params), run by cpu/rules.cpp
@@ -13,10 +14,7 @@
   OP(token_logprobs, TokenLogprobsParams)                   \
   OP(verify_sampled, VerifyParams)                          \
   OP(verify_tokens, VerifyTokensParams)                     \
-  OP(verify_rejection, RatioParams)                         \
-  OP(verify_block, RatioParams)                             \
-  OP(verify_typical, RatioParams)                           \
-  OP(verify_traversal, RatioParams)                         \
+  PT_EACH_WALK(OP, OP)                                      \
   OP(step_shards, ShardStepParams)                          \
   RULE(follow_shards, ShardFollowParams, follow_tree, 1)    \
   OP(weigh_shards, ShardWeighParams)                        \

@@ -10,6 +10,7 @@
 #include "core/logprobs.h"
 #include "core/options.h"
 #include "core/shard_distributions.h"
+#include "core/verify/table.h"
 #include "cpu/attention_work.h"
 #include "cpu/logits_scratch.h"
 #include "cpu/recurrent_work.h"
@@ -41,10 +42,9 @@ struct IsaKernels {
   void (*draw_children)(const LogitRow& row, const Sampling& sampling, const ChildrenDraw& draw,
                         FilterScratch& scratch);
   void (*verify_sampled)(const VerifyParams&, int64_t b, RowScratch& scratch);
-  void (*verify_rejection)(const RatioParams&, int64_t b, RowScratch& scratch);
-  void (*verify_block)(const RatioParams&, int64_t b, RowScratch& scratch);
-  void (*verify_typical)(const RatioParams&, int64_t b, RowScratch& scratch);
-  void (*verify_traversal)(const RatioParams&, int64_t b, RowScratch& scratch);
+#define PT_KERNEL_OF_RULE(op, Params, ...) void (*op)(const Params&, int64_t b, RowScratch& scratch);
+  PT_EACH_WALK(PT_KERNEL_OF_RULE, PT_KERNEL_OF_RULE)
+#undef PT_KERNEL_OF_RULE
   void (*step_shard)(const ShardStepParams&, int64_t row, RowScratch& scratch);
   void (*weigh_shard)(const ShardWeighParams&, int64_t item, RowScratch& scratch);  // a row or a tree
   // Runs item = b * H + h. Without `out` the state advances.

@@ -31,20 +31,10 @@ void CpuBackend::verify_tokens(const VerifyTokensParams& p, const ExecContext& c
   });
 }
 
-void CpuBackend::verify_rejection(const RatioParams& p, const ExecContext& ctx) const {
-  for_each_tree(p.verify, ctx, p, isa_kernels().verify_rejection);
-}
-
-void CpuBackend::verify_block(const RatioParams& p, const ExecContext& ctx) const {
-  for_each_tree(p.verify, ctx, p, isa_kernels().verify_block);
-}
-
-void CpuBackend::verify_typical(const RatioParams& p, const ExecContext& ctx) const {
-  for_each_tree(p.verify, ctx, p, isa_kernels().verify_typical);
-}
-
-void CpuBackend::verify_traversal(const RatioParams& p, const ExecContext& ctx) const {
-  for_each_tree(p.verify, ctx, p, isa_kernels().verify_traversal);
-}
+#define PT_HOST(op, Params, ...)                                       \
+  void CpuBackend::op(const Params& p, const ExecContext& ctx) const { \
+    for_each_tree(p.verify, ctx, p, isa_kernels().op);                 \
+  }
+PT_EACH_WALK(PT_HOST, PT_HOST)
 
 }  // namespace pagedtree::cpu

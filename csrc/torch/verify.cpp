@@ -1,6 +1,7 @@
 #include "torch/verify.h"
 
-#include "core/verify/traversal.h"
+#define PT_WITH_WALKS
+#include "core/verify/table.h"
 #include "torch/options.h"
 #include "torch/sampling.h"
 #include "torch/values.h"
@@ -104,9 +105,14 @@ void add_options(const Check& check, const OptionTensors& tensors, const Optiona
   add_paths(check, params, parents, params.options);
 }
 
-// Rules that compare the target's distribution with the draft's.
-enum class RatioRule { kRejection, kBlock, kTraversal };
-constexpr const char* kRuleNames[] = {"verify_rejection", "verify_block", "verify_traversal"};
+// A rule of core/verify/table.h, for verify_by_ratio.
+#define PT_RULE(op, Params, Name, walk, needs) \
+  struct Name##Rule {                          \
+    static constexpr const char* kOp = #op;    \
+    static constexpr int kNeeds = needs;       \
+    static constexpr auto kRun = &Backend::op; \
+  };
+PT_EACH_WALK(PT_RULE, PT_SKIP)
 
 // Checks, under PAGEDTREE_CHECK, that no node has two children.
 void check_chains(const Check& check, const Tensor& next_sibling) {
@@ -151,7 +157,7 @@ VerdictTensors verify_tokens(const Tensor& tokens, PT_TREE_PARAMETERS, const Opt
   return verdict;
 }
 
-template <RatioRule kRule>
+template <typename Rule>
 VerdictTensors verify_by_ratio(const Tensor& logits, PT_TREE_PARAMETERS, PT_SAMPLING_PARAMETERS,
                                const std::string& draft_law, const OptionalTensor& draft_probs,
                                const OptionalTensor& draft_rows, const Tensor& seeds, const Tensor& positions,
@@ -161,7 +167,7 @@ VerdictTensors verify_by_ratio(const Tensor& logits, PT_TREE_PARAMETERS, PT_SAMP
                                const OptionalTensor& draft_top_k, const OptionalTensor& draft_top_p,
                                const OptionalTensor& draft_min_p, const std::string& draft_filter_order,
                                const OptionalTensor& parents PT_OPTION_PARAMETERS) {
-  const Check check(kRuleNames[static_cast<int>(kRule)], logits);
+  const Check check(Rule::kOp, logits);
   RatioParams params{};
   VerifyParams& verify = params.verify;
   verify = tree_params(check, logits_params(check, logits, grammar_mask), PT_TREE_ARGUMENTS, draft_to_target);
@@ -169,10 +175,10 @@ VerdictTensors verify_by_ratio(const Tensor& logits, PT_TREE_PARAMETERS, PT_SAMP
   add_streams(check, seeds, positions, verify);
   add_options(check, PT_OPTION_TENSORS, parents, verify);
   params.law = draft_law_of(check, draft_law);
-  if constexpr (kRule == RatioRule::kTraversal) {
+  if ((Rule::kNeeds & kDrawn) != 0) {
     check.that(params.law != DraftLaw::kOneHot, "draft_law", "\"iid\" or \"swor\"", "\"onehot\"");
   }
-  if constexpr (kRule == RatioRule::kBlock) check_chains(check, next_sibling);
+  if ((Rule::kNeeds & kChains) != 0) check_chains(check, next_sibling);
   add_draft_distributions(check, draft_probs, draft_rows, verify.logits.vocab, params);
   const std::pair<const char*, const OptionalTensor*> draft_sampling[] = {
       {"draft_temperature", &draft_temperature},
@@ -192,15 +198,12 @@ VerdictTensors verify_by_ratio(const Tensor& logits, PT_TREE_PARAMETERS, PT_SAMP
                                             draft_filter_order, verify.batch, "draft_");
   }
   add_coins(check, coins, final_coins, params);
-  const int64_t walks = kRule == RatioRule::kTraversal ? verify.batch : 0;
+  const int64_t walks = (Rule::kNeeds & kFrames) != 0 ? verify.batch : 0;
   const Tensor frames = made(logits, {walks, verify.max_depth + 1, kWordsOf<TraversalFrame>}, params.frames);
   VerdictTensors verdict = make_verdict(check, logits, tokens_left, verify);
   const Backend& backend = backend_for(logits);
   const Tensor option_rows = add_option_rows(logits, backend, verify.batch, verify.logits.vocab, verify.options);
-  const CallContext ctx = context_for(logits);
-  if constexpr (kRule == RatioRule::kRejection) backend.verify_rejection(params, ctx);
-  if constexpr (kRule == RatioRule::kBlock) backend.verify_block(params, ctx);
-  if constexpr (kRule == RatioRule::kTraversal) backend.verify_traversal(params, ctx);
+  (backend.*Rule::kRun)(params, context_for(logits));
   return verdict;
 }
 
@@ -243,14 +246,12 @@ constexpr Op kOps[] = {
     {"verify_tokens",
      "(Tensor tokens, " PT_TREES ", *, Tensor? draft_to_target=None, Tensor? tokens_left=None) -> (" PT_VERDICT ")",
      PT_BOX(&verify_tokens)},
-    {"verify_rejection", PT_RATIO_RULE, PT_BOX(&verify_by_ratio<RatioRule::kRejection>)},
-    {"verify_block", PT_RATIO_RULE, PT_BOX(&verify_by_ratio<RatioRule::kBlock>)},
-    {"verify_traversal", PT_RATIO_RULE, PT_BOX(&verify_by_ratio<RatioRule::kTraversal>)},
     {"verify_typical",
      "(Tensor logits, " PT_TREES ", " PT_SAMPLING ", *, float epsilon=0.09, float delta=0.3, Tensor? grammar_mask=None,"
      " Tensor? draft_to_target=None, Tensor? tokens_left=None) -> (" PT_VERDICT ")",
      PT_BOX(&verify_typical)},
-};
+#define PT_ENTRY(op, Params, Name, ...) {#op, PT_RATIO_RULE, PT_BOX(&verify_by_ratio<Name##Rule>)},
+    PT_EACH_WALK(PT_ENTRY, PT_SKIP)};
 #undef PT_RATIO_RULE
 
 }  // namespace

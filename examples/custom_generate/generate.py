@@ -4,7 +4,8 @@ As custom_generate/generate.py in a checkpoint's folder, it replaces `model.gene
 trust_remote_code=True.
 """
 
-from pagedtree.integrations.transformers import NgramDrafter, tree_generate
+from pagedtree.generation.drafters import NgramDrafter
+from pagedtree.integrations.transformers import tree_generate
 
 
 def generate(model, *args, drafter=None, **kwargs):

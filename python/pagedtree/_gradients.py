@@ -14,15 +14,18 @@ from torch import Tensor
 from torch._C import DispatchKeySet
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["new_library", "register_gradients"]
+__all__ = ["is_of_integers", "new_library", "register_gradients"]
 
 # Their outputs cannot require grad; without an autograd kernel a call is a few microseconds faster.
 OPS_OF_INTEGERS = {
     "attention_plan", "build_trees", "commit", "follow_shards", "mask_words", "medusa_propose", "ngram_propose",
-    "prepare_step", "rerank_tree", "sample", "select_nodes", "slot_mapping", "step_shards", "verify_block",
-    "verify_greedy", "verify_rejection", "verify_sampled", "verify_tokens", "verify_traversal", "verify_typical",
-    "walk_shards", "weigh_shards",
+    "prepare_step", "rerank_tree", "sample", "select_nodes", "slot_mapping", "step_shards", "walk_shards",
+    "weigh_shards",
 }  # fmt: skip
+
+
+def is_of_integers(op: str) -> bool:
+    return op in OPS_OF_INTEGERS or op.startswith("verify_")
 
 
 def new_library(use: str) -> torch.library.Library:
@@ -110,7 +113,7 @@ def register_gradients(library: torch.library.Library, op: Any) -> None:
         return None if result is None else _InferenceOnly.apply(name, lambda: result, *inputs)
 
     overload = name + (f".{schema.overload_name}" if schema.overload_name else "")
-    if name not in OPS_OF_INTEGERS:
+    if not is_of_integers(name):
         library.impl(overload, run_in_graph, "Autograd", with_keyset=True)
     if places:
         library.impl(overload, run, "ADInplaceOrView", with_keyset=True)

@@ -281,9 +281,7 @@ def _tree_attention_fake(
     return q.new_empty((*q.shape[:2], v_cache.shape[-1])), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-@register_fake("tree_attention.out")
-def _tree_attention_out_fake(q: Tensor, *args: object, **kwargs: object) -> None:
-    return None
+register_fake("tree_attention.out")(lambda *args, **kwargs: None)
 
 
 @register_fake("tree_attention.without_lse")

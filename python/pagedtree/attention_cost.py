@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pagedtree._arguments import checked
 from pagedtree._engine import chosen_engine
 
-__all__ = ["AttentionCost", "AttentionLaunch", "explain"]
+__all__ = ["explain"]
 
 ENGINES = ("mma.sync", "wgmma")
 
@@ -24,15 +24,11 @@ class AttentionLaunch:
         row_warps, key_warps, column_warps: warps of a CTA along rows, keys of a stage, and V's columns.
         keys_per_stage, stages: the ring in shared memory. A stage holds K and V of its keys, or one of the two (with
             wgmma or column_warps).
-        shared_bytes: shared memory of a CTA.
-        ctas_per_sm: resident CTAs per multiprocessor.
+        shared_bytes: of a CTA. ctas_per_sm: resident CTAs per multiprocessor.
         row_tiles, kv_tiles: tiles of rows; tiles of 64 keys over all of them.
-        ranges: parts of the work, one per CTA.
-        sharers: CTAs that read the same keys at the same time, for different row tiles.
-        cut_row_tiles: row tiles split at a range boundary.
-        pieces: partial results of those row tiles.
-        balance: maximum over mean of the KV tiles per CTA with a visible key; 1.0 is even.
-        idle: CTAs without such a tile.
+        ranges: parts of the work, one per CTA. sharers: CTAs that read the same keys at once, for different row tiles.
+        cut_row_tiles: row tiles split at a range boundary, into `pieces` partial results.
+        balance: maximum over mean of the KV tiles per CTA with a visible key; 1.0 is even. idle: CTAs without one.
         kv_reads: bytes of K and V read from memory over their size; above 1 where CTAs reread keys.
         bytes: minimum traffic: keys within the window once per KV head, q, out, page table, and the pieces, written and
             read.
@@ -69,10 +65,8 @@ class AttentionCost:
     Attributes:
         launches: none without queries, else one or two: sequences of at most 32 rows (query tokens x heads of a KV
             head) get small tiles, the others large ones.
-        balance: balance of the launches, run one after the other; 1.0 is even.
-        kv_reads: bytes of K and V read from memory in all launches, over their size.
-        idle, bytes, executed_flops: the sums over all launches.
-        flops: flops of the actual rows; each query counts all keys of its sequence, or of its window.
+        balance, kv_reads: of the launches, run one after the other. idle, bytes, executed_flops: their sums.
+        flops: of the actual rows; each query counts all keys of its sequence, or of its window.
         floor_seconds: sum over launches of max(bytes / bandwidth, executed_flops / rate): a lower bound on the time.
     """
 
@@ -114,57 +108,28 @@ def explain(
     Args:
         query_lens, seq_lens: one entry per sequence; seq_lens count all keys, new tokens included.
         num_q_heads, num_kv_heads, head_dim, page_size: as in the call; head_dim is K's.
-        head_dim_v: V's, default head_dim.
-        latent: whether v_cache is a view of k_cache.
+        head_dim_v: V's, default head_dim. latent: whether v_cache is a view of k_cache, whose rows are read once.
         kv_bytes: bytes per element of the cache: 2, or 1 for float8_e4m3fn.
-        max_seqlen_q: the hint of the call; default ceil(T / B).
-        window: attention window in tokens; 0: none.
-        num_sms, max_shared_bytes, l2_bytes: the device's multiprocessors, shared memory per CTA, and L2.
-        bandwidth, flops_per_second: device peaks in bytes and flops per second; default: nominal H200.
+        max_seqlen_q: the hint of the call; default ceil(T / B). window: attention window in tokens; 0: none.
+        num_sms, max_shared_bytes, l2_bytes: the device's multiprocessors, shared memory per CTA, and L2. bandwidth,
+            flops_per_second: its peaks in bytes and flops per second; default: nominal H200.
         engine: "mma.sync", or "wgmma" for the tiles that support it. Default: this machine's choice (PAGEDTREE_ENGINE).
 
-    Raises ValueError for sizes that `tree_attention` refuses or that have no tiles (16, 32), and for more than 65536
-    multiprocessors.
+    Raises ValueError for sizes that `tree_attention` refuses or that have no tiles (16, 32).
     """
     from pagedtree import _C  # the ops do without it
 
-    if len(query_lens) != len(seq_lens):
-        raise ValueError(f"explain: `seq_lens` must have {len(query_lens)} entries, got {len(seq_lens)}")
-    for name, lengths in (("query_lens", query_lens), ("seq_lens", seq_lens)):
-        if any(not 0 <= n < 2**31 for n in lengths) or sum(query_lens) >= 2**31:
-            raise ValueError(f"explain: `{name}` must be in 0..2^31 - 1, the queries in total too, got {list(lengths)}")
-    if num_kv_heads < 1 or num_q_heads < 1 or num_q_heads % num_kv_heads:
-        raise ValueError(
-            f"explain: `num_q_heads` must be a multiple of num_kv_heads, got {num_q_heads} and {num_kv_heads}"
-        )
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     sizes = [pair for pair in _C.HEAD_DIMS if pair[0] >= 64]
     if (pair := (head_dim, head_dim_v)) not in sizes:
         raise ValueError(f"explain: `head_dim` and `head_dim_v` must be one of {sizes}, got {pair}")
-    if latent and num_kv_heads != 1:
-        raise ValueError(f"explain: `num_kv_heads` must be 1 for a latent cache, got {num_kv_heads}")
-    if kv_bytes not in (1, 2):
-        raise ValueError(f"explain: `kv_bytes` must be 1 or 2, got {kv_bytes}")
-    bounds = {
-        "page_size": (page_size, 1, 2**31 - 1),
-        "num_sms": (num_sms, 1, 2**16),
-        "max_shared_bytes": (max_shared_bytes, 99 * 1024, 2**31 - 1),
-        "window": (window, 0, 2**63 - 1),
-        "l2_bytes": (l2_bytes, 0, 2**63 - 1),
-    }
-    for name, (size, least, most) in bounds.items():
-        if not least <= size <= most:
-            raise ValueError(f"explain: `{name}` must be in {least}..{most}, got {size}")
-    engine = engine or chosen_engine()[0]
-    if engine not in ENGINES:
-        raise ValueError(f"explain: `engine` must be one of {ENGINES}, got {engine!r}")
-    if engine == "wgmma" and max_shared_bytes < 227 * 1024:
-        raise ValueError(f"explain: `max_shared_bytes` must be at least {227 * 1024} for wgmma, got {max_shared_bytes}")
+    _check_batch(query_lens, seq_lens, num_q_heads, num_kv_heads, latent, kv_bytes)
+    _check_bounds(page_size, num_sms, max_shared_bytes, window, l2_bytes)
     if max_seqlen_q is None:
         max_seqlen_q = -(-sum(query_lens) // max(1, len(query_lens)))
     schedules = _C.explain_attention(
         list(query_lens), list(seq_lens), num_q_heads, num_kv_heads, head_dim, head_dim_v, latent, kv_bytes,
-        max_seqlen_q, window, num_sms, max_shared_bytes, l2_bytes, engine,
+        max_seqlen_q, window, num_sms, max_shared_bytes, l2_bytes, _engine_of(engine, max_shared_bytes),
     )  # fmt: skip
     launches = []
     keys_seen = sum(n * min(s, window or s) for n, s in zip(query_lens, seq_lens, strict=True))  # by all queries
@@ -176,10 +141,8 @@ def explain(
         different += replayed["different"]
         left_memory += replayed["different"] * schedule["kv_reads"]
         keys = [min(seq_lens[b], window + query_lens[b] - 1 if window else seq_lens[b]) for b in schedule["sequences"]]
-        queries = sum(query_lens[b] for b in schedule["sequences"])
-        row = head_dim if latent else head_dim + head_dim_v
-        traffic = sum(keys) * num_kv_heads * row * kv_bytes
-        traffic += queries * num_q_heads * (head_dim + head_dim_v) * 2
+        traffic = sum(keys) * num_kv_heads * (head_dim if latent else head_dim + head_dim_v) * kv_bytes
+        traffic += sum(query_lens[b] for b in schedule["sequences"]) * num_q_heads * (head_dim + head_dim_v) * 2
         traffic += 4 * sum(-(-s // page_size) for s in keys)
         traffic += 2 * schedule["pieces"] * schedule["m_tile"] * (head_dim_v + 2) * 4
         executed = replayed["tiles"] * 64 * schedule["m_tile"] * 2 * (head_dim + head_dim_v)
@@ -194,3 +157,42 @@ def explain(
         executed_flops=sum(launch.executed_flops for launch in launches),
         floor_seconds=sum(max(x.bytes / bandwidth, x.executed_flops / flops_per_second) for x in launches),
     )
+
+
+def _check_batch(
+    query_lens: Sequence[int], seq_lens: Sequence[int], num_q_heads: int, num_kv_heads: int, latent: bool, kv_bytes: int
+) -> None:
+    if len(query_lens) != len(seq_lens):
+        raise ValueError(f"explain: `seq_lens` must have {len(query_lens)} entries, got {len(seq_lens)}")
+    for name, lengths in (("query_lens", query_lens), ("seq_lens", seq_lens)):
+        if any(not 0 <= n < 2**31 for n in lengths) or sum(query_lens) >= 2**31:
+            raise ValueError(f"explain: `{name}` must be in 0..2^31 - 1, the queries in total too, got {list(lengths)}")
+    if num_kv_heads < 1 or num_q_heads < 1 or num_q_heads % num_kv_heads:
+        raise ValueError(
+            f"explain: `num_q_heads` must be a multiple of num_kv_heads, got {num_q_heads} and {num_kv_heads}"
+        )
+    if latent and num_kv_heads != 1:
+        raise ValueError(f"explain: `num_kv_heads` must be 1 for a latent cache, got {num_kv_heads}")
+    if kv_bytes not in (1, 2):
+        raise ValueError(f"explain: `kv_bytes` must be 1 or 2, got {kv_bytes}")
+
+
+def _check_bounds(page_size: int, num_sms: int, max_shared_bytes: int, window: int, l2_bytes: int) -> None:
+    for name, size, least, most in (
+        ("page_size", page_size, 1, 2**31 - 1),
+        ("num_sms", num_sms, 1, 2**16),
+        ("max_shared_bytes", max_shared_bytes, 99 * 1024, 2**31 - 1),
+        ("window", window, 0, 2**63 - 1),
+        ("l2_bytes", l2_bytes, 0, 2**63 - 1),
+    ):
+        if not least <= size <= most:
+            raise ValueError(f"explain: `{name}` must be in {least}..{most}, got {size}")
+
+
+def _engine_of(engine: str | None, max_shared_bytes: int) -> str:
+    engine = engine or chosen_engine()[0]
+    if engine not in ENGINES:
+        raise ValueError(f"explain: `engine` must be one of {ENGINES}, got {engine!r}")
+    if engine == "wgmma" and max_shared_bytes < 227 * 1024:
+        raise ValueError(f"explain: `max_shared_bytes` must be at least {227 * 1024} for wgmma, got {max_shared_bytes}")
+    return engine

@@ -245,28 +245,13 @@ def _slot_mapping_fake(
     return page_table.new_empty((total_q,), dtype=torch.int64)
 
 
-@register_fake("append_kv")
-def _append_kv_fake(
-    k: Tensor,
-    v: Tensor | None,
-    k_cache: Tensor,
-    v_cache: Tensor | None,
-    slots: Tensor,
-    *,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> None:
-    return None
-
-
 @register_fake("rope_append")
 def _rope_append_fake(q: Tensor, *args: object, **kwargs: object) -> Tensor:
     return q.new_empty(q.shape)
 
 
-@register_fake("rope_append.out")
-def _rope_append_out_fake(q: Tensor, *args: object, **kwargs: object) -> None:
-    return None
+for _name in ("append_kv", "rope_append.out"):
+    register_fake(_name)(lambda *args, **kwargs: None)
 
 
 @register_fake("compact_kv")

@@ -37,9 +37,9 @@ class RequestOptions:
             listed twice gets both. cu_bias: int32 [B + 1], the offsets of the sequences' entries.
         bad_tokens: int32 [M], the tokens of all bad words. cu_bad_words: int32 [K + 1], the words' offsets in it.
             cu_bad_seqs: int32 [B + 1], the sequences' offsets in the words.
-        history: int64 [B, L], the text so far, the root included, against which, with the path, bad words match; None:
-            against the path below the root only. history_lens: int32 [B], its lengths.
-        history_start: int32 [B], start of matching in the history; None is 0.
+        history: int64 [B, L], the text so far, the root included, which bad words match together with the path; None:
+            the path alone. history_lens: int32 [B], its lengths. history_start: int32 [B], where matching begins; None:
+            0, as in transformers (in vLLM after the prompt).
         stop_ids: int32 [B, S], -1: none; forbidden at rows that predict a position below min_position, int64 [B].
             Node n predicts positions[b] + depth + 1, a row of `sample` its positions[r] + 1.
 
@@ -104,14 +104,12 @@ class RequestOptions:
 
         Args:
             vocab: V, in 1..2^20.
-            prompts, outputs: token ids; outputs are generated so far, the root included. With bad_words their
-                concatenation becomes the history.
+            prompts, outputs: token ids, the root included; with bad_words together the history.
             allowed: the only allowed tokens. bias: added to the logits of tokens.
             bad_words: lists of token ids. match_prompts: whether a bad word may begin in the prompt.
             stop_ids, min_positions: ids forbidden at positions below min_positions; both or neither.
 
-        Raises ValueError for lists of different lengths, ids outside 0..vocab - 1, empty words and NaN biases,
-        TypeError for wrong types.
+        Raises ValueError for other lengths, ids outside 0..vocab - 1, empty words, NaN biases; TypeError for types.
         """
         lists = {"prompts": prompts, "outputs": outputs, "allowed": allowed, "bias": bias, "bad_words": bad_words}
         batch = _batch_of({**lists, "stop_ids": stop_ids, "min_positions": min_positions})
@@ -139,23 +137,9 @@ class RequestOptions:
                 [all_ids if ids is None else _ids(f"allowed[{b}]", ids, vocab) for b, ids in enumerate(allowed)], vocab
             )
         if bias is not None:
-            entries = [_biases(f"bias[{b}]", entry) for b, entry in enumerate(bias)]
-            ids = [_ids(f"bias[{b}]", list(entry), vocab) for b, entry in enumerate(entries)]
-            tensors["bias_tokens"] = _joined(ids)
-            with np.errstate(over="ignore"):  # values outside fp32 are infinite
-                values = np.array([float(value) for entry in entries for value in entry.values()])
-                tensors["bias_values"] = values.astype(np.float32)
-            tensors["cu_bias"] = _offsets(ids)
+            tensors |= _bias_arrays(bias, vocab)
         if bad_words is not None:
-            words = [
-                [
-                    _word(f"bad_words[{b}][{k}]", word, vocab)
-                    for k, word in enumerate(_entries(f"bad_words[{b}]", entry))
-                ]
-                for b, entry in enumerate(bad_words)
-            ]
-            flat = [word for of_sequence in words for word in of_sequence]
-            tensors |= {"bad_tokens": _joined(flat), "cu_bad_words": _offsets(flat), "cu_bad_seqs": _offsets(words)}
+            tensors |= _bad_word_arrays(bad_words, vocab)
             if texts:
                 parts = [[of_all[b] for of_all in texts.values()] for b in range(batch)]
                 history = [np.concatenate(part) for part in parts]
@@ -174,6 +158,24 @@ class RequestOptions:
 
 
 _NAMES = tuple(field.name for field in fields(RequestOptions))
+
+
+def _bias_arrays(bias: Sequence[Mapping[int, float] | None], vocab: int) -> dict[str, np.ndarray[Any, Any]]:
+    entries = [_biases(f"bias[{b}]", entry) for b, entry in enumerate(bias)]
+    ids = [_ids(f"bias[{b}]", list(entry), vocab) for b, entry in enumerate(entries)]
+    values = np.array([float(value) for entry in entries for value in entry.values()])
+    with np.errstate(over="ignore"):  # values outside fp32 are infinite
+        return {"bias_tokens": _joined(ids), "bias_values": values.astype(np.float32), "cu_bias": _offsets(ids)}
+
+
+def _bad_word_arrays(lists: Sequence[Sequence[Sequence[int]] | None], vocab: int) -> dict[str, np.ndarray[Any, Any]]:
+    names = [f"bad_words[{b}]" for b in range(len(lists))]
+    words = [
+        [_word(f"{name}[{k}]", word, vocab) for k, word in enumerate(_entries(name, entry))]
+        for name, entry in zip(names, lists, strict=True)
+    ]
+    flat = [word for of_sequence in words for word in of_sequence]
+    return {"bad_tokens": _joined(flat), "cu_bad_words": _offsets(flat), "cu_bad_seqs": _offsets(words)}
 
 
 # One row for each sequence; the others are concatenated lists of different lengths.

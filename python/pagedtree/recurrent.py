@@ -190,79 +190,14 @@ def _rows(trees: TreeBatch | None, cu_seqlens: Tensor | None) -> tuple[tuple[Ten
 
 
 @register_fake("tree_delta_rule")
-def _tree_delta_rule_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-    state: Tensor,
-    state_index: Tensor,
-    cu_nodes: Tensor | None,
-    parents: Tensor | None,
-    depths: Tensor | None,
-    *,
-    max_nodes: int = 0,
-    cu_seqlens: Tensor | None = None,
-    scale: float | None = None,
-    l2norm: bool = False,
-    l2norm_eps: float = 1e-6,
-) -> Tensor:
+def _tree_delta_rule_fake(q: Tensor, k: Tensor, v: Tensor, *args: object, **kwargs: object) -> Tensor:
     return v.new_empty(v.shape)
 
 
-@register_fake("advance_state")
-def _advance_state_fake(
-    state: Tensor,
-    state_index: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-    cu_nodes: Tensor | None,
-    parents: Tensor | None,
-    depths: Tensor | None,
-    accept_index: Tensor | None,
-    num_accepted: Tensor | None,
-    *,
-    max_nodes: int = 0,
-    cu_seqlens: Tensor | None = None,
-    l2norm: bool = False,
-    l2norm_eps: float = 1e-6,
-) -> None:
-    return None
-
-
 @register_fake("tree_conv1d")
-def _tree_conv1d_fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv_state: Tensor,
-    state_index: Tensor,
-    cu_nodes: Tensor | None,
-    parents: Tensor | None,
-    depths: Tensor | None,
-    *,
-    max_nodes: int = 0,
-    cu_seqlens: Tensor | None = None,
-    activation: str | None = None,
-) -> Tensor:
+def _tree_conv1d_fake(x: Tensor, *args: object, **kwargs: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@register_fake("advance_conv")
-def _advance_conv_fake(
-    conv_state: Tensor,
-    state_index: Tensor,
-    x: Tensor,
-    cu_nodes: Tensor | None,
-    parents: Tensor | None,
-    depths: Tensor | None,
-    accept_index: Tensor | None,
-    num_accepted: Tensor | None,
-    *,
-    max_nodes: int = 0,
-    cu_seqlens: Tensor | None = None,
-) -> None:
-    return None
+for _name in ("advance_state", "advance_conv"):
+    register_fake(_name)(lambda *args, **kwargs: None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,9 @@ from pagedtree._arguments import expect_type
 from pagedtree._ops import call, ops, register_fake
 from pagedtree.options import RequestOptions, option_arguments
 from pagedtree.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from pagedtree.distributed import VocabShards
 
 __all__ = ["SamplingParams", "sample"]
 
@@ -21,6 +26,7 @@ def sample(
     positions: Tensor,
     grammar_mask: Tensor | None = None,
     options: RequestOptions | None = None,
+    shards: VocabShards | None = None,
 ) -> Tensor:
     """Draws one token per row: int64 [R].
 
@@ -31,6 +37,7 @@ def sample(
         positions: int32 or int64 [R], the position whose successor is drawn.
         grammar_mask: bool [R, V] or packed int32 [R, ceil(V / 32)], as for `verify_greedy`.
         options: the R requests' options; see `RequestOptions`.
+        shards: the vocabulary's parts, of which logits and grammar_mask are this rank's (`pagedtree.distributed`).
 
     Noise depends only on (seed, position, token), so the result does not depend on batch, slot, threads or instruction
     set, and equals the token of `verify_sampled` at that position:
@@ -53,6 +60,10 @@ def sample(
     """
     expect_type("logits", logits, Tensor)
     expect_type("params", params, SamplingParams)
+    if shards is not None:
+        from pagedtree.distributed.verify import sample_shards
+
+        return sample_shards(shards, logits, params, seeds, positions, grammar_mask, options)
     return call(
         ops.sample,
         logits,
@@ -65,16 +76,5 @@ def sample(
 
 
 @register_fake("sample")
-def _sample_fake(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    filter_order: str,
-    *,
-    seeds: Tensor,
-    positions: Tensor,
-    **others: Tensor | None,
-) -> Tensor:
+def _sample_fake(logits: Tensor, *args: object, **kwargs: object) -> Tensor:
     return logits.new_empty((logits.shape[0],), dtype=torch.int64)

@@ -168,13 +168,8 @@ def _commit_fake(
     cu_nodes: Tensor,
     start: Tensor,
     *,
-    history: Tensor | None = None,
-    history_lens: Tensor | None = None,
-    eos_ids: Tensor | None = None,
     node_map: Tensor | None = None,
-    output_counts: Tensor | None = None,
-    tokens_left: Tensor | None = None,
-    history_rows: Tensor | None = None,
+    **kwargs: object,
 ) -> tuple[Tensor, ...]:
     batch, width = accept_index.shape
     mapped = 0 if node_map is None else batch

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pagedtree._arguments import expect_type
 from pagedtree._ops import call, ops, register_fake
+from pagedtree.drafting import Draft
 from pagedtree.options import RequestOptions, option_arguments
 from pagedtree.sampling_params import SamplingParams
 from pagedtree.tree import TreeBatch
+
+if TYPE_CHECKING:
+    from pagedtree.distributed import VocabShards
 
 __all__ = [
     "Verdict",
@@ -49,12 +53,13 @@ class Verdict(NamedTuple):
 
 def verify_greedy(
     logits: Tensor,
-    draft_tokens: Tensor,
-    trees: TreeBatch,
+    draft_tokens: Tensor | Draft,
+    trees: TreeBatch | None = None,
     *,
     grammar_mask: Tensor | None = None,
     draft_to_target: Tensor | None = None,
     tokens_left: Tensor | None = None,
+    shards: VocabShards | None = None,
 ) -> Verdict:
     """Follows the child that drafted the argmax, as long as there is one. Equals greedy decoding token for token.
 
@@ -62,12 +67,14 @@ def verify_greedy(
         logits: [N, V] float16, bfloat16 or float32, row stride >= V; row n is the target's prediction at node n. Only
             rows on the accepted path are read.
         draft_tokens: int32 or int64 [N], each node's token; the roots' are ignored, ids outside 0..V-1 are no drafts.
+            Or a `Draft`, which has trees, draft_probs and draft_rows, too.
         trees: B trees; a malformed tree's reachable part is verified and its status bit 1 set.
         grammar_mask: bool [N, V] or packed int32 [N, ceil(V / 32)] (bit x % 32 of word x // 32): False reads as a logit
             of -inf.
         draft_to_target: int32 or int64 [V_draft], the target's ids of a draft vocabulary, whose ids draft_tokens then
             has; one outside 0..V_draft-1 is no draft.
         tokens_left: int32 [B], the most output tokens: the output is cut to such a prefix, empty at 0 or less.
+        shards: the vocabulary's parts, of which logits and grammar_mask are this rank's (`pagedtree.distributed`).
 
     Returns a `Verdict`. Ties of logits take the lowest id, siblings with the same token the first. NaN reads as -inf; a
     row without finite logit gives id 0; either sets status bit 2.
@@ -81,22 +88,15 @@ def verify_greedy(
 
     Raises ValueError for wrong shapes, dtypes or devices, TypeError for wrong types.
     """
-    return Verdict(
-        *call(
-            ops.verify_greedy,
-            *_tree_arguments(logits, draft_tokens, trees),
-            grammar_mask=grammar_mask,
-            draft_to_target=draft_to_target,
-            tokens_left=tokens_left,
-        )
-    )
+    options = {"grammar_mask": grammar_mask, "draft_to_target": draft_to_target, "tokens_left": tokens_left}
+    return _verify("greedy", logits, draft_tokens, trees, shards=shards, **options)
 
 
 def verify_sampled(
     logits: Tensor,
-    draft_tokens: Tensor,
-    trees: TreeBatch,
-    params: SamplingParams,
+    draft_tokens: Tensor | Draft,
+    trees: TreeBatch | SamplingParams | None = None,
+    params: SamplingParams | None = None,
     *,
     seeds: Tensor,
     positions: Tensor,
@@ -104,6 +104,7 @@ def verify_sampled(
     draft_to_target: Tensor | None = None,
     tokens_left: Tensor | None = None,
     options: RequestOptions | None = None,
+    shards: VocabShards | None = None,
 ) -> Verdict:
     """Samples the target at each node of the path, and follows the child that drafted the sampled token.
 
@@ -111,8 +112,8 @@ def verify_sampled(
     logits, seeds and positions, whatever else is in the batch. Needs no draft probabilities.
 
     Args:
-        logits, draft_tokens, trees, grammar_mask, draft_to_target, tokens_left: see `verify_greedy`.
-        params: scalars, or tensors [B].
+        logits, draft_tokens, trees, grammar_mask, draft_to_target, tokens_left, shards: see `verify_greedy`.
+        params: scalars, or tensors [B]; after a `Draft` the third argument.
         seeds: int64 [B].
         positions: int32 or int64 [B], the roots' positions (`start`); node n is sampled at positions[b] + depth(n).
         options: the B requests' options; only rows on the path pay for them.
@@ -129,28 +130,17 @@ def verify_sampled(
 
     Raises ValueError for wrong shapes, dtypes or devices, TypeError for wrong types.
     """
-    expect_type("params", params, SamplingParams)
-    return Verdict(
-        *call(
-            ops.verify_sampled,
-            *_tree_arguments(logits, draft_tokens, trees),
-            *params.on(logits.device),
-            seeds=seeds,
-            positions=positions,
-            grammar_mask=grammar_mask,
-            draft_to_target=draft_to_target,
-            tokens_left=tokens_left,
-            parents=trees.parents,
-            **option_arguments(params, options, logits.device),
-        )
-    )
+    return _verify(
+        "sampled", logits, draft_tokens, trees, params, shards=shards, seeds=seeds, positions=positions,
+        grammar_mask=grammar_mask, draft_to_target=draft_to_target, tokens_left=tokens_left, options=options,
+    )  # fmt: skip
 
 
 def verify_rejection(
     logits: Tensor,
-    draft_tokens: Tensor,
-    trees: TreeBatch,
-    params: SamplingParams,
+    draft_tokens: Tensor | Draft,
+    trees: TreeBatch | SamplingParams | None = None,
+    params: SamplingParams | None = None,
     *,
     draft_law: str,
     draft_probs: Tensor | None = None,
@@ -164,6 +154,8 @@ def verify_rejection(
     tokens_left: Tensor | None = None,
     draft_params: SamplingParams | None = None,
     options: RequestOptions | None = None,
+    shards: VocabShards | None = None,
+    max_children: int | None = None,
 ) -> Verdict:
     """Verifies trees by rejection sampling, with draft probabilities for a higher acceptance rate.
 
@@ -171,7 +163,7 @@ def verify_rejection(
     not dropped or reordered after drawing.
 
     Args:
-        logits, draft_tokens, trees, grammar_mask, draft_to_target, tokens_left: see `verify_greedy`.
+        logits, draft_tokens, trees, grammar_mask, draft_to_target, tokens_left, shards: see `verify_greedy`.
         params, seeds, positions, options: see `verify_sampled`.
         draft_law: how the children of a node were chosen, in index order.
             "iid": drawn independently from q_n; tokens may repeat.
@@ -184,7 +176,9 @@ def verify_rejection(
         coins: float32 [N] in [0, 1), the u of each child ("iid", "swor") or of each parent ("onehot"). Default: Philox
             of seeds[b], positions[b] + depth of that node, and the child's rank.
         final_coins: float32 [B] in [0, 1), the u of the bonus. Default: Philox, at the last node's position.
-        draft_params: draft_probs then holds logits, whose distribution under these parameters (no penalties) is q_n.
+        draft_params: draft_probs then holds logits, whose distribution under these parameters (no penalties) is q_n;
+            not with shards, where draft_probs may be whole or this rank's columns.
+        max_children: with shards, the most children of a node, 0..1023; default: read from the trees (synchronises).
 
     Returns a `Verdict`; status bit 2 where a visited row of logits had NaN or no finite logit.
 
@@ -209,17 +203,20 @@ def verify_rejection(
     Raises ValueError for wrong shapes, dtypes or devices, for draft_probs or draft_params under "onehot", and without
     draft_probs elsewhere; TypeError for wrong types.
     """
-    return _by_ratio(
-        ops.verify_rejection, logits, draft_tokens, trees, params, draft_law, draft_probs, draft_rows, seeds, positions,
-        coins, final_coins, grammar_mask, draft_to_target, tokens_left, draft_params, options,
+    return _verify(
+        "rejection", logits, draft_tokens, trees, params, draft_law=draft_law, draft_probs=draft_probs,
+        draft_rows=draft_rows, seeds=seeds, positions=positions, coins=coins, final_coins=final_coins,
+        grammar_mask=grammar_mask, draft_to_target=draft_to_target, tokens_left=tokens_left,
+        draft_params=draft_params, options=options,
+        shards=shards, max_children=max_children,
     )  # fmt: skip
 
 
 def verify_block(
     logits: Tensor,
-    draft_tokens: Tensor,
-    trees: TreeBatch,
-    params: SamplingParams,
+    draft_tokens: Tensor | Draft,
+    trees: TreeBatch | SamplingParams | None = None,
+    params: SamplingParams | None = None,
     *,
     draft_law: str,
     draft_probs: Tensor | None = None,
@@ -259,17 +256,19 @@ def verify_block(
 
     Raises as `verify_rejection`; with PAGEDTREE_CHECK=1 also for trees that are not chains.
     """
-    return _by_ratio(
-        ops.verify_block, logits, draft_tokens, trees, params, draft_law, draft_probs, draft_rows, seeds, positions,
-        coins, final_coins, grammar_mask, draft_to_target, tokens_left, draft_params, options,
+    return _verify(
+        "block", logits, draft_tokens, trees, params, draft_law=draft_law, draft_probs=draft_probs,
+        draft_rows=draft_rows, seeds=seeds, positions=positions, coins=coins, final_coins=final_coins,
+        grammar_mask=grammar_mask, draft_to_target=draft_to_target, tokens_left=tokens_left,
+        draft_params=draft_params, options=options,
     )  # fmt: skip
 
 
 def verify_traversal(
     logits: Tensor,
-    draft_tokens: Tensor,
-    trees: TreeBatch,
-    params: SamplingParams,
+    draft_tokens: Tensor | Draft,
+    trees: TreeBatch | SamplingParams | None = None,
+    params: SamplingParams | None = None,
     *,
     draft_law: str,
     draft_probs: Tensor | None = None,
@@ -309,17 +308,19 @@ def verify_traversal(
 
     Raises as `verify_rejection`, and ValueError for draft_law "onehot".
     """
-    return _by_ratio(
-        ops.verify_traversal, logits, draft_tokens, trees, params, draft_law, draft_probs, draft_rows, seeds, positions,
-        coins, final_coins, grammar_mask, draft_to_target, tokens_left, draft_params, options,
+    return _verify(
+        "traversal", logits, draft_tokens, trees, params, draft_law=draft_law, draft_probs=draft_probs,
+        draft_rows=draft_rows, seeds=seeds, positions=positions, coins=coins, final_coins=final_coins,
+        grammar_mask=grammar_mask, draft_to_target=draft_to_target, tokens_left=tokens_left,
+        draft_params=draft_params, options=options,
     )  # fmt: skip
 
 
 def verify_typical(
     logits: Tensor,
-    draft_tokens: Tensor,
-    trees: TreeBatch,
-    params: SamplingParams,
+    draft_tokens: Tensor | Draft,
+    trees: TreeBatch | SamplingParams | None = None,
+    params: SamplingParams | None = None,
     *,
     epsilon: float = 0.09,
     delta: float = 0.3,
@@ -347,29 +348,18 @@ def verify_typical(
 
     Raises ValueError for wrong shapes, dtypes or devices, epsilon or delta out of range; TypeError for wrong types.
     """
-    expect_type("params", params, SamplingParams)
-    params.expect_no_penalty("verify_typical")
-    arguments = _tree_arguments(logits, draft_tokens, trees)
-    optional = {"grammar_mask": grammar_mask, "draft_to_target": draft_to_target, "tokens_left": tokens_left}
+    options = {"grammar_mask": grammar_mask, "draft_to_target": draft_to_target, "tokens_left": tokens_left}
     for name, value in (("epsilon", epsilon), ("delta", delta)):
         if isinstance(value, bool) or not isinstance(value, Real):
             raise TypeError(f"{name}: expected a number, got {value!r}")
-    return Verdict(
-        *call(
-            ops.verify_typical,
-            *arguments,
-            *params.on(logits.device),
-            epsilon=float(epsilon),
-            delta=float(delta),
-            **optional,
-        )
-    )
+    bounds = {"epsilon": float(epsilon), "delta": float(delta)}
+    return _verify("typical", logits, draft_tokens, trees, params, **bounds, **options)
 
 
 def verify_tokens(
     tokens: Tensor,
-    draft_tokens: Tensor,
-    trees: TreeBatch,
+    draft_tokens: Tensor | Draft,
+    trees: TreeBatch | None = None,
     *,
     draft_to_target: Tensor | None = None,
     tokens_left: Tensor | None = None,
@@ -382,7 +372,8 @@ def verify_tokens(
 
     Args:
         tokens: int32 or int64 [N]; tokens[n] follows node n. Ids have no upper bound.
-        draft_tokens: int32 or int64 [N], each node's token; the roots' are ignored, negative ids are no drafts.
+        draft_tokens: int32 or int64 [N], each node's token; the roots' are ignored, negative ids are no drafts. Or a
+            `Draft`.
         trees, draft_to_target, tokens_left: see `verify_greedy`.
 
     Returns a `Verdict`. Siblings with the same token take the first. A negative token ends the path: it comes out as -1
@@ -397,52 +388,52 @@ def verify_tokens(
 
     Raises ValueError for wrong shapes, dtypes or devices, TypeError for wrong types.
     """
-    arguments = _tree_arguments(tokens, draft_tokens, trees, "tokens")
-    return Verdict(*call(ops.verify_tokens, *arguments, draft_to_target=draft_to_target, tokens_left=tokens_left))
+    options = {"draft_to_target": draft_to_target, "tokens_left": tokens_left}
+    return _verify("tokens", tokens, draft_tokens, trees, **options)
 
 
-def _tree_arguments(rows: Tensor, draft_tokens: Tensor, trees: TreeBatch, name: str = "logits") -> tuple[Any, ...]:
-    expect_type(name, rows, Tensor)
+def _verify(
+    rule: str, rows: Tensor, draft: Any, trees: Any, params: Any = None, *, shards: Any = None, **given: Any
+) -> Verdict:
+    """Calls the op of a rule, or its form on shards. given: the op's other arguments."""
+    op, has_params = f"verify_{rule}", rule not in ("greedy", "tokens")
+    expect_type("tokens" if rule == "tokens" else "logits", rows, Tensor)
+    if isinstance(draft, Draft):
+        if has_params and params is None and isinstance(trees, SamplingParams):
+            trees, params = None, trees
+        parts = {name: getattr(draft, name) for name in ("draft_probs", "draft_rows") if name in given}
+        for name, value in [("trees", trees), *((name, given[name]) for name in parts)]:
+            if value is not None:
+                raise ValueError(f"{op}: `{name}` must be None with a Draft, which has it, got {type(value).__name__}")
+        draft, trees, given = draft.draft_tokens, draft.trees, given | parts
+    elif trees is None:
+        raise TypeError(f"{op}: `draft_tokens` must be a Draft without `trees`, got {type(draft).__name__}")
     expect_type("trees", trees, TreeBatch)
-    return (
-        rows,
-        draft_tokens,
-        trees.cu_nodes,
-        trees.depths,
-        trees.first_child,
-        trees.next_sibling,
-        trees.valid,
-        trees.max_nodes,
-        trees.max_depth,
-    )
+    if has_params:
+        expect_type("params", params, SamplingParams)
+    if shards is not None:
+        from pagedtree.distributed.verify import verify_shards
 
-
-def _by_ratio(
-    op: Any, logits: Tensor, draft_tokens: Tensor, trees: TreeBatch, params: SamplingParams, draft_law: str,
-    draft_probs: Tensor | None, draft_rows: Tensor | None, seeds: Tensor | None, positions: Tensor | None,
-    coins: Tensor | None, final_coins: Tensor | None, grammar_mask: Tensor | None, draft_to_target: Tensor | None,
-    tokens_left: Tensor | None, draft_params: SamplingParams | None, options: RequestOptions | None,
-) -> Verdict:  # fmt: skip
-    """Calls a raw op with verify_rejection's signature."""
-    arguments = _tree_arguments(logits, draft_tokens, trees)
-    expect_type("params", params, SamplingParams)
+        return verify_shards(rule, shards, rows, draft, trees, params, **given)
+    if given.pop("max_children", None) is not None:
+        raise ValueError(f"{op}: `max_children` must be None without shards, got an integer")
+    sampling: tuple[Any, ...] = ()
+    if params is not None:
+        sampling = params.on(rows.device)
+        if rule == "typical":
+            params.expect_no_penalty(op)
+        else:
+            options = option_arguments(params, given.pop("options"), rows.device)
+            given |= {"parents": trees.parents, **options}
+    draft_params = given.pop("draft_params", None)
     if draft_params is not None:
         expect_type("draft_params", draft_params, SamplingParams)
-        draft_params.expect_no_penalty(op.__name__, "draft_params")
-    expect_type("draft_law", draft_law, str)
-    draft: dict[str, Any] = {}
-    if draft_params is not None:
+        draft_params.expect_no_penalty(op, "draft_params")
         names = ("temperature", "top_k", "top_p", "min_p", "filter_order")
-        draft = {f"draft_{name}": value for name, value in zip(names, draft_params.on(logits.device), strict=True)}
-    option_tensors = option_arguments(params, options, logits.device)
-    return Verdict(
-        *call(
-            op, *arguments, *params.on(logits.device),
-            draft_law=draft_law, draft_probs=draft_probs, draft_rows=draft_rows, seeds=seeds, positions=positions,
-            coins=coins, final_coins=final_coins, grammar_mask=grammar_mask, draft_to_target=draft_to_target,
-            tokens_left=tokens_left, **draft, parents=trees.parents, **option_tensors,
-        )
-    )  # fmt: skip
+        values = zip(names, draft_params.on(rows.device), strict=True)
+        given |= {f"draft_{name}": value for name, value in values}
+    fields = (trees.cu_nodes, trees.depths, trees.first_child, trees.next_sibling, trees.valid)
+    return Verdict(*call(getattr(ops, op), rows, draft, *fields, trees.max_nodes, trees.max_depth, *sampling, **given))
 
 
 def empty_verdict(logits: Tensor, cu_nodes: Tensor, max_depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

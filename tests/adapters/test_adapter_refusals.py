@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 import calls
 import calls.adapters
-from step_case import int32
+from support import int32
 
 INTEGERS = torch.zeros(2, 3, dtype=torch.int64)
 SHAPE = "expected shape"

@@ -10,13 +10,14 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
-from architecture_case import KEPT, LENGTHS, NAMES, check_same, outcome, tiny_model
-from generate_case import IS_5, greedy, lists, prompts_of, tiny
+from support.architectures import KEPT, LENGTHS, NAMES, check_same, outcome, tiny_model
+from support.models import IS_5, greedy, lists, prompts_of, tiny
 from transformers.masking_utils import and_masks, causal_mask_function, or_masks, sliding_window_causal_mask_function
 
+from pagedtree.generation.drafters import NgramDrafter
 from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.generation.scheduler import GeneratedSequence
-from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, generate, tree_generate
+from pagedtree.integrations.transformers import ModelDrafter, generate, tree_generate
 from pagedtree.integrations.transformers.attention import attention_forward
 from pagedtree.integrations.transformers.packed_mask import PackedMask
 from pagedtree.integrations.transformers.rotary import check_rotation
@@ -225,7 +226,7 @@ def test_heads_that_differ_from_layer_to_layer_are_not_repeated():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_architecture(name):
-    """Outcomes are the documented ones; `python tests/architecture_case.py` records new ones."""
+    """Outcomes are the documented ones; `PYTHONPATH=tests python -m support.architectures` records new ones."""
     got, record = outcome(name), json.loads(KEPT.read_text(encoding="utf-8"))
     if transformers.__version__ == record["transformers"]:
         assert got == record["outcomes"][name]

@@ -11,12 +11,14 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
-from generate_case import SAMPLING, VOCAB, Oracle, seeded, tiny, words
+from support.drafters import Oracle
+from support.models import SAMPLING, VOCAB, sampled, tiny, words
 from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList, dynamic_module_utils
 from transformers.generation import MaxTimeCriteria, TopPLogitsWarper
 
 from pagedtree import reference
-from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, custom_generate, tree_generate
+from pagedtree.generation.drafters import NgramDrafter
+from pagedtree.integrations.transformers import ModelDrafter, custom_generate, tree_generate
 from pagedtree.integrations.transformers.logits_processors import read_processors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -59,7 +61,7 @@ NAMES = ("none", "ngram", "draft model", "itself", "oracle")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_greedy_text_is_the_models_own(model, batch, drafters, name):
+def test_greedy_matches_model_generate(model, batch, drafters, name):
     expected = model.generate(**batch, **GREEDY)
     records = []
     options = {"drafter": drafters[name](), "page_size": 7, "on_stats": records.append}
@@ -89,7 +91,7 @@ def test_sampled_text_is_that_of_the_seeds(model, batch, drafters, name):
     ours = {**OURS, "drafter": drafters[name](), "seeds": [4, 5, 6]}
     text = model.generate(**batch, **options, max_new_tokens=COUNT, **ours)
     for row, seed, prompt in zip(text, (4, 5, 6), prompts, strict=True):
-        assert row[12 - len(prompt) :].tolist() == seeded(model, prompt, seed, count=COUNT)
+        assert row[12 - len(prompt) :].tolist() == sampled(model, prompt, seed, count=COUNT)
 
 
 def test_seeds_come_from_torch(model, batch):
@@ -174,13 +176,13 @@ def test_drawn_tokens_follow_the_distribution(model, batch):
     ],
     ids=lambda value: None if isinstance(value, str) else " ".join(value),
 )
-def test_what_drafts_cannot_be_verified_under_is_refused(model, batch, options, message):
+def test_refuses_options_without_verification(model, batch, options, message):
     options = {"do_sample": False, "max_new_tokens": 4, "drafter": NgramDrafter(4), **options}
     with pytest.raises(ValueError, match=message):
         model.generate(**batch, **options, **OURS)
 
 
-def test_what_transformers_keeps_for_its_own_loops(model, batch):
+def test_streamers_work_and_other_objects_are_refused(model, batch):
     """Streamers work and end after a refusal; other objects are refused."""
 
     def run(custom, **kept):

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 import torch
-from adapter_case import Pages, close, dense_attention
-from device_case import placed
+from support.attention import Pages, close, dense_attention
+from support.devices import placed
 from torch import Tensor
 
 from pagedtree.check.cases.inputs import offsets

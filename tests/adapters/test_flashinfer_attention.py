@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adapter_case import Pages, causal, close, dense_attention, random_trees, tree_sees
-from device_case import placed
-from step_case import int32
+from support import int32
+from support.attention import Pages, causal_mask, close, dense_attention, random_trees, tree_sees
+from support.devices import placed
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -63,7 +63,7 @@ class Batch:
         return wrapper
 
     def causal(self, window: int = 0) -> list[Tensor]:
-        return [causal(n, s, window=window) for n, s in zip(self.queries, self.lens, strict=True)]
+        return [causal_mask(n, s, window=window) for n, s in zip(self.queries, self.lens, strict=True)]
 
     def expected(self, sees: list[Tensor], **options) -> tuple[Tensor, Tensor]:
         rows = zip(self.q.split(self.queries), self.paged.k, self.paged.v, sees, strict=True)

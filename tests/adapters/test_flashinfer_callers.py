@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from adapter_case import Pages, causal, close, dense_attention
-from device_case import placed
-from step_case import int32
+from support import int32
+from support.attention import Pages, causal_mask, close, dense_attention
+from support.devices import placed
 
 from pagedtree.check.cases.inputs import offsets
 from pagedtree.integrations import flashinfer
@@ -79,7 +79,7 @@ def test_latent_caches(on_device, backend, is_causal) -> None:
     places = flashinfer.get_batch_indices_positions(offsets(lens), int32(lens), sum(lens))
     flashinfer.append_paged_mla_kv_cache(rows[:, :512], rows[:, 512:], *places, ckv, kpe, indices, indptr, last)
     out, lse = wrapper.run(q[..., :512], q[..., 512:], ckv, kpe, return_lse=True, return_lse_base_on_e=True)
-    seen = causal if is_causal else lambda n, s: torch.ones(n, s, dtype=torch.bool)
+    seen = causal_mask if is_causal else lambda n, s: torch.ones(n, s, dtype=torch.bool)
     sees = list(map(seen, QUERIES, lens))
     expected = [
         dense_attention(rows, k, k[..., :512], seen, scale=0.1)
@@ -94,7 +94,7 @@ def test_latent_caches(on_device, backend, is_causal) -> None:
     torch.testing.assert_close(base2, lse / math.log(2))
 
 
-def test_what_the_latent_wrapper_refuses() -> None:
+def test_latent_wrapper_refusals() -> None:
     plan = int32([0, 1]), int32([0, 1]), int32([0]), int32([3]), HEADS
     wrapper = flashinfer.BatchMLAPagedAttentionWrapper(torch.empty(8))
     with pytest.raises(NotImplementedError, match="use_cuda_graph: expected none"):

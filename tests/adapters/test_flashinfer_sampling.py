@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from device_case import placed
-from draft_checks import seeded
-from statistics_case import LIMIT, excess
+from support import seeded
+from support.devices import placed
+from support.exact import LIMIT, excess
 from torch import Tensor
 
 from pagedtree.integrations.flashinfer import chain_speculative_sampling

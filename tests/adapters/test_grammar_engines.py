@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from grammar_case import EOS, VOCAB, batch_of, bits, expected_rows, random_drafts, random_shapes, random_text
+from support.grammars import EOS, VOCAB, bits, drafts_of, expected_rows, random_drafts, random_shapes, random_text
 
 from pagedtree import DraftTree, TreeBatch
 from pagedtree.grammars import GrammarMasks, GrammarMatcher
@@ -135,7 +135,7 @@ def test_masks(engine, grammar, vocab) -> None:
     trees = random_shapes(rng, 4)
     texts = [random_text(rng, after, int(rng.integers(12))) for _ in trees]
     drafts = [random_drafts(rng, after, text, tree) for text, tree in zip(texts, trees, strict=True)]
-    tokens, batch = batch_of(trees, drafts, padding=2)
+    tokens, batch = drafts_of(trees, drafts, padding=2)
     matchers = [engine.behind(grammar, text) for text in texts]
     with GrammarMasks([*matchers, None], vocab, threads=2) as masks:
         masks.matchers.pop()
@@ -154,7 +154,7 @@ def test_masks(engine, grammar, vocab) -> None:
             assert bits(row) == ((after(text) or {EOS}) & vocabulary or {EOS})
 
 
-def test_what_comes_after_commit(engine) -> None:
+def test_masks_after_commit(engine) -> None:
     """Masks equal fresh matchers' of the whole text."""
     text, path = ids("{a"), ids("b:12}")
     with GrammarMasks([engine.behind("letters", text)], len(VOCAB)) as masks:
@@ -180,7 +180,7 @@ def test_a_refused_token_changes_nothing(engine) -> None:
     assert matcher.accept(ids("}")[0])
 
 
-def test_the_end(engine) -> None:
+def test_finished_grammar_allows_the_stop_token_alone(engine) -> None:
     """A finished grammar allows the stop token alone."""
     tree = DraftTree([-1, 0, 1, 2, 3, 2, 0])
     tokens = [-1, VOCAB.index(b"c"), VOCAB.index(b"12"), EOS, EOS, ids("a")[0], EOS]

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from grammar_case import EOS, Parity, batch_of, bits, expected_rows, random_drafts, random_shapes, random_text
+from support.grammars import EOS, Parity, bits, drafts_of, expected_rows, random_drafts, random_shapes, random_text
 
 from pagedtree import DraftTree, TreeBatch, build_trees
 from pagedtree.grammars import GrammarMasks, GrammarMatcher, TokenTree
@@ -18,7 +18,7 @@ def parity_batch(rng: np.random.Generator, count: int, padding: int = 0):
     trees = random_shapes(rng, count)
     texts = [random_text(rng, Parity.after, int(rng.integers(7))) for _ in trees]
     tokens = [random_drafts(rng, Parity.after, text, tree) for text, tree in zip(texts, trees, strict=True)]
-    flat, batch = batch_of(trees, tokens, padding)
+    flat, batch = drafts_of(trees, tokens, padding)
 
     def expected(vocab: int, without: int = -1) -> list[set[int]]:
         rows = []
@@ -169,7 +169,7 @@ def test_work_goes_on_beside_the_caller() -> None:
         assert fill.waited >= 0 and fill.filled > 0
 
 
-def test_what_the_caller_changes_later() -> None:
+def test_fill_ignores_later_changes() -> None:
     go = threading.Event()
     tokens, trees = torch.tensor([5, 2, 5, 2]), TreeBatch.from_trees([DraftTree([-1, 0])] * 2)
     matchers = [Parity([1], lambda: go.wait(30)), Parity([1])]
@@ -261,7 +261,7 @@ TOKENS = torch.tensor([5, 1])
         (lambda: masks().advance([[2]]), ValueError, r"tokens: expected what the grammars allow, got 2"),
     ],
 )
-def test_what_is_refused(make, error, message) -> None:
+def test_grammar_mask_refusals(make, error, message) -> None:
     with pytest.raises(error, match=message):
         make()
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from adapter_case import close, dense_attention, random_trees, tree_sees
-from device_case import placed
-from draft_checks import seeded
+from support import seeded
+from support.attention import close, dense_attention, random_trees, tree_sees
+from support.devices import placed
 from torch import Tensor
 
 from pagedtree import DraftTree, TreeBatch, compact_kv, tree_attention

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from adapter_case import Pages, causal, close, dense_attention, random_trees, tree_sees
-from graph_case import Graph, Recording
+from support.attention import Pages, causal_mask, close, dense_attention, random_trees, tree_sees
+from support.doubles import Graph, Recording
 from torch import Tensor
 
 from pagedtree.integrations.sglang.attention import PagedTreeBackend
@@ -112,7 +112,7 @@ def dtype(backend) -> torch.dtype:
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_decode(backend, device, dtype, page_size) -> None:
     server = Server([1, 40, 17], [1, 1, 1], page_size, device, dtype)
-    server.check(server.run(Mode.DECODE), [causal(1, s) for s in server.lens])
+    server.check(server.run(Mode.DECODE), [causal_mask(1, s) for s in server.lens])
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -122,7 +122,7 @@ def test_extend(backend, device, dtype, page_size, known_on_host, dims) -> None:
     server = Server([9, 40, 17], [9, 5, 1], page_size, device, dtype, dims=dims)
     fields = {"extend_seq_lens_cpu": server.news} if known_on_host else {"seq_lens_cpu": None}
     out = server.run(Mode.EXTEND, **fields)
-    server.check(out, [causal(n, s) for n, s in zip(server.news, server.lens, strict=True)])
+    server.check(out, [causal_mask(n, s) for n, s in zip(server.news, server.lens, strict=True)])
 
 
 def test_latents(backend, device, dtype) -> None:
@@ -133,12 +133,12 @@ def test_latents(backend, device, dtype) -> None:
     lens, at = [p + n for p in prefixes], {"seq_lens": torch.tensor(prefixes, device=device)}
     latents = {"dims": (576, 512), "latent": True}
     server = Server(lens, [1] * 3, 4, device, dtype, **latents)
-    server.check(server.run(Mode.DECODE), [causal(1, s) for s in lens])
+    server.check(server.run(Mode.DECODE), [causal_mask(1, s) for s in lens])
     server = Server(lens, [n] * 3, 4, device, dtype, **latents)
     spec = SimpleNamespace(draft_token_num=n, custom_mask=mask.to(device))
     server.check(server.run(Mode.TARGET_VERIFY, **at, seq_lens_cpu=torch.tensor(prefixes), spec_info=spec), sees)
     server = Server(lens, [n] * 3, 1, device, dtype, **latents)
-    server.check(server.run(Mode.EXTEND), [causal(n, s) for s in lens])
+    server.check(server.run(Mode.EXTEND), [causal_mask(n, s) for s in lens])
 
 
 @pytest.mark.parametrize("known_on_host", [True, False])
@@ -153,7 +153,7 @@ def test_prompts_of_latent_layers(backend, device, dtype, known_on_host) -> None
     fields |= {"extend_seq_lens_cpu": lens} if known_on_host else {}
     out = server.run(Mode.EXTEND, **fields, options={"save_kv_cache": False})
     rows = zip(heads.q.cpu().view(-1, HEADS, 192).split(lens), heads.paged.k, heads.paged.v, lens, strict=True)
-    close(out, torch.cat([dense_attention(q, k, v, causal(s, s), scale=0.2)[0] for q, k, v, s in rows]).flatten(1))
+    close(out, torch.cat([dense_attention(q, k, v, causal_mask(s, s), scale=0.2)[0] for q, k, v, s in rows]).flatten(1))
     with pytest.raises(NotImplementedError, match="expected latents, got heads of them behind a prefix"):
         server.run(Mode.EXTEND, **{**fields, "extend_prefix_lens_cpu": [0, 3, 0]}, options={"save_kv_cache": False})
 
@@ -164,7 +164,9 @@ def test_windows_caps_and_sinks(backend, device, dtype) -> None:
     out = server.run(
         Mode.EXTEND, layer=layer_of(sliding_window_size=6, logit_cap=2.5), options={"sinks": sinks.to(device, dtype)}
     )
-    sees = [causal(n, s, window=7) for n, s in zip(server.news, server.lens, strict=True)]  # 6 and the query itself
+    sees = [
+        causal_mask(n, s, window=7) for n, s in zip(server.news, server.lens, strict=True)
+    ]  # 6 and the query itself
     server.check(out, sees, softcap=2.5, sinks=sinks)
 
 
@@ -177,7 +179,7 @@ def test_target_verify(backend, device, dtype, page_size, layout, n) -> None:
     server = Server([p + n for p in prefixes], [n] * 3, page_size, device, dtype)
     sees = [tree_sees(tree, p) for tree, p in zip(random_trees([n] * 3), prefixes, strict=True)]
     if layout == "none":
-        mask, sees = None, [causal(n, p + n) for p in prefixes]
+        mask, sees = None, [causal_mask(n, p + n) for p in prefixes]
     elif layout == "qlen":
         mask = torch.cat([seen[:, p:].flatten() for seen, p in zip(sees, prefixes, strict=True)])
     else:
@@ -245,7 +247,7 @@ def test_rows_that_were_written_before(backend, device, dtype) -> None:
     server.k = server.v = None
     out = server.run(Mode.EXTEND)
     server.k, server.v = k, v
-    server.check(out, [causal(2, 9), causal(2, 5)])
+    server.check(out, [causal_mask(2, 9), causal_mask(2, 5)])
     server.k = server.v = torch.full_like(k, torch.nan)
     again = server.run(Mode.EXTEND, options={"save_kv_cache": False})
     assert torch.equal(out, again)
@@ -311,7 +313,7 @@ def test_fp8_cache(backend, device) -> None:
     queries = server.q.cpu().view(-1, HEADS, DIM).split(server.news)
     for b, (q, rows) in enumerate(zip(queries, out.cpu().view(-1, HEADS, DIM).split(server.news), strict=True)):
         stored = [(x[b] / 0.0625).to(torch.float8_e4m3fn).float() * 0.0625 for x in (server.paged.k, server.paged.v)]
-        close(rows, dense_attention(q, *stored, causal(server.news[b], server.lens[b]), scale=0.2)[0])
+        close(rows, dense_attention(q, *stored, causal_mask(server.news[b], server.lens[b]), scale=0.2)[0])
 
 
 @pytest.mark.parametrize(

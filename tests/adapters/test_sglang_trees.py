@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from draft_checks import seeded
+from support import seeded
 from torch import Tensor
 
 from pagedtree.integrations.sglang import (

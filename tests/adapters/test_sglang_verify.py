@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from attention_case import random_tree
-from device_case import placed
+from support.attention import random_tree
+from support.devices import placed
 from torch import Tensor
 
 from pagedtree import DraftTree

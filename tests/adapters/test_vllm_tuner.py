@@ -79,7 +79,7 @@ class Server:
         return float(np.mean(self.drafted[-30:]))
 
 
-def test_guesses_that_turn_right_are_found_and_those_that_turn_wrong_are_given_up():
+def test_tuner_follows_changing_acceptance():
     server, right = Server(lambda _: right[0]), [0]
     server.step({"a": 100})
     server.run(60)

@@ -1,7 +1,7 @@
 """One valid call of every public function with value arguments.
 
 `tests/ops/test_calls.py` compiles and differentiates them, and changes types; `fuzz.py` makes them hostile;
-`raw_case.py` records their raw ops. Importing `calls.adapters` and `calls.checkpoints` registers integrations' calls.
+`raw.py` records their raw ops. Importing `calls.adapters` and `calls.checkpoints` registers integrations' calls.
 """
 
 from __future__ import annotations

@@ -8,15 +8,16 @@ from functools import cache
 from typing import Any
 
 import torch
-from generate_case import gpt2, tiny
-from step_case import int32, int64
+from support import int32, int64
+from support.models import gpt2, tiny
 from torch import Tensor
 
 import pagedtree as pt
 from calls import Call, valid_call
 from calls.ops import draft_trees, paged_cache
+from pagedtree.generation.drafters import CombinedDrafter
 from pagedtree.integrations import flash_attn, flashinfer, sglang
-from pagedtree.integrations.transformers import CombinedDrafter, ModelDrafter, generate
+from pagedtree.integrations.transformers import ModelDrafter, generate
 
 
 def _flashinfer_pages() -> dict[str, Tensor]:

@@ -8,11 +8,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from block_case import block_model
-from generate_case import tiny, tiny_eagle
+from support.heads import block_model
+from support.models import tiny, tiny_eagle
 
 from calls import Call, valid_call
-from pagedtree.integrations.transformers import BlockDraftModel, EagleHead, MedusaHeads
+from pagedtree.generation.drafters import BlockDraftModel, EagleHead, MedusaHeads
 
 # Entries of others' files.
 OF_OTHERS: dict[str, Any] = {

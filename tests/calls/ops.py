@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from step_case import commit_arguments, int32, int64
+from support import int32, int64
 from torch import Tensor
 
 import pagedtree as pt
@@ -69,6 +69,13 @@ def _sampled() -> dict[str, Any]:
     return _verification(params=_penalised(), seeds=_words(2), positions=_words(2), options=_options())
 
 
+def with_draft(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with a `Draft` in place of its parts."""
+    parts = {name: arguments[name] for name in pt.Draft._fields if name in arguments}
+    others = {name: value for name, value in arguments.items() if name not in parts}
+    return {**others, "draft_tokens": pt.Draft(**parts)}
+
+
 def _drafted() -> dict[str, Any]:
     draft_rows = int32([-1, 0, 0, 1, 1, -1, 2, 3])
     probs = torch.rand(4, VOCAB)
@@ -109,7 +116,7 @@ def _attention(cache_dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
     }
 
 
-def _state(levels: int) -> pt.DraftState:
+def _state(levels: int) -> pt.drafting.DraftState:
     state = pt.start_draft(int64([3, 4]), max_kv_nodes=7, active=torch.tensor([True, True]))
     for _ in range(levels):
         rows = state.num_frontier * 2
@@ -296,6 +303,16 @@ def prepare_step() -> Call:
     return Call(pt.prepare_step, {**arguments, "page_size": 4, "total_q": 8})
 
 
+def commit_arguments(device: torch.device | str) -> dict[str, Any]:
+    return {
+        "verdict": pt.Verdict(int32([[0, 2]], device), int32([1], device), int64([[5, 6]], device), int32([0], device)),
+        "trees": pt.TreeBatch.from_trees([pt.DraftTree([-1, 0, 0])], max_nodes=20, device=device),
+        "start": int32([4], device),
+        "history": torch.zeros((1, 8), dtype=torch.int64, device=device),
+        "history_lens": int32([3], device),
+    }
+
+
 @valid_call
 def commit() -> Call:
     arguments = commit_arguments("cpu") | {"eos_ids": int64([6]), "node_map": int32([0, 1, 2])}
@@ -390,8 +407,8 @@ def select_nodes() -> Call:
 @valid_call
 def rejected_predictions() -> Call:
     drafts, predictions = torch.randint(VOCAB, (2, 8))
-    arguments = {"trees": draft_trees(), "draft_tokens": drafts, "predictions": predictions}
-    return Call(pt.rejected_predictions, arguments | {"accept_index": int32([[0, 1, 3], [0, -1, -1]]), "context": 2})
+    arguments = {"trees": draft_trees(), "draft_tokens": drafts, "predictions": predictions, "context": 2}
+    return Call(pt.drafting.rejected_predictions, arguments | {"accept_index": int32([[0, 1, 3], [0, -1, -1]])})
 
 
 valid_calls(
@@ -421,6 +438,7 @@ valid_calls(
         {name: value for name, value in _verification().items() if name not in ("logits", "grammar_mask")}
         | {"tokens": torch.randint(VOCAB, (8,))},
     ),
+    verify_a_draft=lambda: Call(pt.verify_rejection, with_draft(_drafted())),
     verify_traversal=lambda: Call(pt.verify_traversal, {**_drafted(), "draft_law": "iid"}),
     verify_typical=lambda: Call(pt.verify_typical, _verification(params=_params(), epsilon=0.1, delta=0.3)),
     rerank_tree=lambda: Call(

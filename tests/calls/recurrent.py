@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from step_case import int32
+from support import int32
 from torch import Tensor
 
 import pagedtree as pt

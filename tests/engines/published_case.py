@@ -10,11 +10,11 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import torch
-from eagle_case import SIZES as OF_A_HEAD
+from support.heads import SIZES as OF_A_HEAD
 from torch import Tensor
 
+from pagedtree.generation.drafters import BlockDrafter
 from pagedtree.generation.scheduler import GeneratedSequence
-from pagedtree.integrations.transformers import BlockDrafter
 
 # Imports of speculators for training and servers, unused here.
 UNUSED = ("datasets", "hs_connectors", "openai", "openai.types", "openai.types.chat", "openai.types.completion")

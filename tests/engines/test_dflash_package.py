@@ -7,11 +7,11 @@ import torch
 
 pytest.importorskip("transformers")
 
-from eagle_case import randomised
-from generate_case import VOCAB, tiny
 from published_case import SIZES, append_texts
+from support.heads import randomised
+from support.models import VOCAB, tiny
 
-from pagedtree.integrations.transformers import BlockDrafter, BlockDraftModel
+from pagedtree.generation.drafters import BlockDrafter, BlockDraftModel
 
 pytest.importorskip("dflash", reason="make test-engines ENGINE=speculators")
 

@@ -35,7 +35,7 @@ TREES |= {"speculative_num_draft_tokens": 8}
 def head(tmp_path_factory) -> str:
     from transformers import AutoModelForCausalLM
 
-    from pagedtree.integrations.transformers import EagleHead
+    from pagedtree.generation.drafters import EagleHead
 
     folder = tmp_path_factory.mktemp("head")
     target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
@@ -162,7 +162,7 @@ def test_sampled_requests_keep_their_distribution(head) -> None:
     assert squares[0] < 24.3 < squares[1]  # chi-square of seven degrees of freedom, at 0.001
 
 
-def test_what_is_filled_in_on_cpus_is_missing_there() -> None:
+def test_sglang_lacks_the_rules_replaced_on_cpus() -> None:
     """`pagedtree.integrations.sglang.on_cpu` replaces these rules of SGLang."""
     text = SOURCES.text("srt/speculative/eagle_utils.py")
     assert "return is_all_greedy or is_cpu or is_xpu" in text

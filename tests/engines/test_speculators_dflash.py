@@ -7,11 +7,11 @@ import torch
 
 pytest.importorskip("transformers")
 
-from eagle_case import randomised
-from generate_case import VOCAB, tiny
 from published_case import SIZES, append_texts, speculators_config
+from support.heads import randomised
+from support.models import VOCAB, tiny
 
-from pagedtree.integrations.transformers import BlockDrafter, BlockDraftModel
+from pagedtree.generation.drafters import BlockDrafter, BlockDraftModel
 
 pytest.importorskip("speculators", reason="make test-engines ENGINE=speculators")
 
@@ -80,7 +80,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_guesses(model, tmp_path, name):
+def test_drafts_match_speculators(model, tmp_path, name):
     kind, layer, entries = CASES[name]
     theirs = saved(model, tmp_path, kind, layer, **entries)
     ours = BlockDraftModel.from_pretrained(tmp_path, model)

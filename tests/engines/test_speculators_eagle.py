@@ -9,11 +9,11 @@ import torch
 
 pytest.importorskip("transformers")
 
-from eagle_case import randomised
-from generate_case import VOCAB, tiny
 from published_case import SIZES, dense, speculators_config
+from support.heads import randomised
+from support.models import VOCAB, tiny
 
-from pagedtree.integrations.transformers import EagleHead
+from pagedtree.generation.drafters import EagleHead
 
 pytest.importorskip("speculators", reason="make test-engines ENGINE=speculators")
 

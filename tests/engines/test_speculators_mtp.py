@@ -7,11 +7,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from eagle_case import randomised
-from generate_case import VOCAB
-from hybrid_case import tiny_hybrid
-from mtp_case import tiny_qwen
 from published_case import speculators_config
+from support.heads import randomised, tiny_qwen
+from support.models import VOCAB, tiny_hybrid
 
 from pagedtree.integrations.transformers import MtpHead
 

@@ -128,7 +128,7 @@ def test_heads_that_are_not_asked_in_every_step(stock, drafter, schedule, monkey
     assert len(plans) > 10
 
 
-def test_rows_that_stay():
+def test_kept_rows_and_features():
     """Requests read a chunk, have a tree, or only a root."""
     accept = torch.tensor([[0, -1, -1], [0, 2, 3], [0, -1, -1]])
     rows = kept_rows([4, 5, 1], [0, 3, 1], Accepted(torch.tensor([3, 7, 9]), [0, 4, 0], accept))
@@ -163,7 +163,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("message", "options"), REFUSED)
-def test_what_a_drafter_lacks_is_refused(message, options, tmp_path, monkeypatch):
+def test_refuses_heads_that_do_not_fit(message, options, tmp_path, monkeypatch):
     MedusaHeads(128, 2, torch.nn.Identity()).save_pretrained(tmp_path / "narrow")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Exception, match=message), engine(**options):

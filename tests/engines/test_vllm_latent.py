@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from vllm_case import (
     NGRAM,
     RANKS,
-    TARGET,
     V1_ONLY,
     accepted,
     engine,
@@ -21,6 +19,7 @@ from vllm_case import (
     oracle_options,
     prompt_logprobs,
     runner_of,
+    saved,
     token_prompts,
     tree_options,
 )
@@ -57,12 +56,7 @@ def write_model(name: str, folder: Path) -> str:
     config = getattr(transformers, f"{name}Config")(**SIZES, **EXPERTS, **MODELS[name])
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
-    with torch.no_grad():
-        model.model.embed_tokens.weight *= 0.1  # lets layers matter, else each token repeats itself
-    model.save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(TARGET) / file, folder)
-    return str(folder)
+    return saved(model, folder, 0.1)
 
 
 @pytest.fixture(scope="module", params=of_runner(MODELS, ["DeepseekV3"]))

@@ -58,7 +58,7 @@ def test_engines_of_one_process_keep_their_own_rules():
 
 
 @pytest.mark.parametrize("name", ["thinking_token_budget", "trace_decode_token_ids"])
-def test_what_vllm_needs_more_settings_for_is_refused_by_name(name):
+def test_refuses_unsupported_request_fields_by_name(name):
     params = SamplingParams()
     setattr(params, name, [3] if name.endswith("ids") else 3)
     with pytest.raises(ValueError, match=f"draft trees: {name} is not supported"):

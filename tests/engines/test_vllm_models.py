@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
-
 import pytest
 import torch
-from vllm_case import RANKS, TARGET, accepted, engine, generate, of_runner, runner_of, token_prompts, tree_options
+from vllm_case import RANKS, accepted, engine, generate, of_runner, runner_of, saved, token_prompts, tree_options
 
 PROMPTS = token_prompts()
 WINDOW = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 24}
@@ -36,12 +33,7 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> str:
     heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=64, query_pre_attn_scalar=64, sliding_window=24)
     ends = dict(max_position_embeddings=1024, bos_token_id=0, eos_token_id=1)
     model = Gemma2ForCausalLM(Gemma2Config(**sizes, **heads, **ends, attn_logit_softcapping=5.0))
-    with torch.no_grad():
-        model.model.embed_tokens.weight *= 0.03  # lets layers matter, else each token repeats itself
-    model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(TARGET) / name, folder)
-    return str(folder)
+    return saved(model, folder, 0.03)
 
 
 def test_two_groups_of_caches_and_softcap(gemma):

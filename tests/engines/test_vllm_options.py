@@ -312,7 +312,7 @@ def test_other_drafters_keep_vllms_refusals(name):
 
 
 @V1_ONLY
-def test_what_is_not_asked_for_costs_nothing():
+def test_unused_options_make_no_tensor_and_no_thread():
     """No options make no tensor, no grammars no thread."""
     with engine(**tree_options("ngram")) as llm:
         generate(llm, PROMPTS)

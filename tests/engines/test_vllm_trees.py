@@ -202,7 +202,7 @@ def test_requests_without_a_seed_differ_and_outcomes_are_many():
 
 
 @pytest.mark.parametrize("left_out", ["_set_positions", "_set_masks", "_compact"])
-def test_each_part_is_needed(stock, monkeypatch, left_out):
+def test_output_is_wrong_without_each_part(stock, monkeypatch, left_out):
     """Output is wrong without depth positions, masks or compaction."""
     monkeypatch.setattr(TreeRunner, left_out, lambda *args: None)
     with engine(**tree_options("model"), block_size=16) as llm:
@@ -261,7 +261,7 @@ def test_sessions_whose_parts_end_inside_a_path(drafter):
 
 
 @V1_ONLY
-def test_runner_takes_the_drafts_of_nobody_as_a_chain(stock, monkeypatch):
+def test_placeholders_are_verified_as_a_chain(stock, monkeypatch):
     """Placeholders that vLLM schedules are verified and rejected."""
     monkeypatch.setattr(TreeRunner, "_proposed", property(lambda self: {}, lambda self, value: None), raising=False)
     with engine(**tree_options("model", width=1, depth=3, num_nodes=4)) as llm:

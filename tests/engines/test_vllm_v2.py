@@ -129,7 +129,7 @@ def test_requests_that_are_aborted_leave_the_others_alone():
     }
 
 
-def test_drafts_that_vllm_pads_a_request_with_are_nobodys(monkeypatch):
+def test_placeholders_of_short_prefills_are_no_drafts(monkeypatch):
     """A prompt whose cache lacks only the last token gets placeholders."""
     padded: list[bool] = []
     lay_out = TreeRunner._lay_out_trees

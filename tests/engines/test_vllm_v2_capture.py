@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from graph_case import Graph, use_stand_in
+from support.doubles import Graph, use_stand_in
 from vllm_case import (
     LLM,
     NO_TREES,

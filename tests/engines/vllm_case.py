@@ -153,13 +153,26 @@ def oracle_options(
     }
 
 
+def copy_tokenizer(folder: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(TARGET) / name, folder)
+
+
+def saved(model: Any, folder: Path, scale: float) -> str:
+    """Saves a random model; smaller embeddings let layers matter, else each token repeats itself."""
+    with torch.no_grad():
+        model.model.embed_tokens.weight *= scale
+    model.save_pretrained(folder)
+    copy_tokenizer(folder)
+    return str(folder)
+
+
 def write_eagle_head(folder: Path) -> str:
     """Writes a random EAGLE-1 head, whose nonsense output must not show."""
     config = json.loads((Path(TARGET) / "config.json").read_text())
     config.update(architectures=["EagleLlamaForCausalLM"], num_hidden_layers=1)
     (folder / "config.json").write_text(json.dumps(config))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((Path(TARGET) / name).read_bytes())
+    copy_tokenizer(folder)
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     kv = config["num_key_value_heads"] * config["head_dim"]
     shapes = {

@@ -11,22 +11,18 @@ import torch
 
 pytest.importorskip("transformers")
 
-from block_case import CONFIG, block_model, dense_logits
-from generate_case import NEW_TOKENS, Oracle, greedy, lists, prompts_of, tiny
 from safetensors.torch import save_file
+from support.drafters import Oracle
+from support.heads import DFLASH, block_model, dense_block_logits
+from support.models import NEW_TOKENS, greedy, lists, prompts_of
 
-from pagedtree.generation.drafters import NoDrafter, waiting_features
+from pagedtree.generation.drafters import BlockDraftConfig, BlockDrafter, BlockDraftModel, NoDrafter, waiting_features
 from pagedtree.generation.drafters.checkpoint_config import CAUSAL
-from pagedtree.integrations.transformers import BlockDraftConfig, BlockDrafter, BlockDraftModel, generate
+from pagedtree.integrations.transformers import generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LENGTHS = (5, 21, 1, 34)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny(0)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +52,7 @@ class Recorder(BlockDrafter):
 
     def is_dense(self, model):
         """Compares each pass with a dense one."""
-        dense = [dense_logits(model, self.model, text) for text in self.texts]
+        dense = [dense_block_logits(model, self.model, text) for text in self.texts]
         pairs = zip(self.logits, dense, strict=True)
         return [torch.allclose(logits, right[: len(logits)], rtol=1e-3, atol=1e-3) for logits, right in pairs]
 
@@ -102,7 +98,7 @@ def test_a_paged_pass_is_the_dense_one(model, texts, options):
     ],
 )
 def test_other_layers(model, texts, changes):
-    recorder = Recorder(block_model(model, replace(CONFIG, **changes)), Oracle(texts, hit=0.8))
+    recorder = Recorder(block_model(model, replace(DFLASH, **changes)), Oracle(texts, hit=0.8))
     decode(model, recorder, texts, max_new_tokens=6)
     assert all(recorder.is_dense(model))
 
@@ -135,7 +131,7 @@ def test_half_precision_turns_by_the_same_angles(model):
 
 
 def test_checkpoints_are_saved_and_loaded(model, tmp_path):
-    config = replace(CONFIG, is_causal=True, final_logit_softcapping=5.0, input_embedding_scale=2.0)
+    config = replace(DFLASH, is_causal=True, final_logit_softcapping=5.0, input_embedding_scale=2.0)
     drafter = block_model(model, config)
     drafter.save_pretrained(tmp_path, dtype=torch.float32)
     loaded = BlockDraftModel.from_pretrained(tmp_path, model)

@@ -10,19 +10,14 @@ import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import greedy, lists, prompts_of, tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from support.models import greedy, lists, prompts_of
 
 from pagedtree import Draft, DraftTree, TreeBatch
-from pagedtree.generation.drafters import Drafter
+from pagedtree.generation.drafters import CombinedDrafter, Drafter, NgramDrafter
 from pagedtree.generation.scheduler import GeneratedSequence
-from pagedtree.integrations.transformers import (
-    CombinedDrafter,
-    ModelDrafter,
-    NgramDrafter,
-    generate,
-)
+from pagedtree.integrations.transformers import ModelDrafter, generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -35,7 +30,7 @@ class Recorder(Drafter):
     def __init__(self):
         self.asked, self.narrowed = [], []
 
-    def propose(self, tokens, lengths, active=None, rows=None):
+    def propose(self, tokens, lengths):
         self.asked.append([row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)])
         trees = TreeBatch.from_trees([DraftTree.chain(1)] * len(tokens))
         return Draft(torch.full((2 * len(tokens),), 7), trees)
@@ -142,11 +137,6 @@ def test_the_other_drafter_is_told_which_of_its_nodes_are_verified():
     assert part.trees.cu_nodes.tolist() == [0, 2, 3] and part.draft_tokens[1] == 7
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny(0)
-
-
 def repeating(count: int) -> list[list[int]]:
     """Every second prompt repeats itself."""
     return [prompt.tolist() * (3 if i % 2 else 1) for i, prompt in enumerate(prompts_of((9, 7, 21, 5)[:count], seed=5))]
@@ -163,7 +153,7 @@ class InTurn(CombinedDrafter):
 
 
 @pytest.mark.parametrize("tree", [{"num_nodes": 4, "width": 1}, {"num_nodes": 11, "width": 2}])
-def test_the_draft_model_catches_up_with_what_was_copied(model, tree):
+def test_draft_model_reads_copied_tokens(model, tree):
     """A wrong row in the draft model's cache would cause a rejection."""
     drafter = InTurn(ModelDrafter(model, depth=3, **tree), NgramDrafter(3, max_branches=1), min_match=1)
     checked, mixed = 0, 0
@@ -191,11 +181,11 @@ class Reader(Drafter):
     def __init__(self, texts: list[list[int]], right: list[int]) -> None:
         self.texts, self.right, self.asked = texts, right, []
 
-    def select(self, sequences, batch_size=None):
+    def select(self, sequences):
         self.selected = sequences
         self.asked.append([sequence.index for sequence in sequences])
 
-    def propose(self, tokens, lengths, active=None, rows=None):
+    def propose(self, tokens, lengths):
         drafts = []
         for sequence in self.selected:
             begin, right = len(sequence.tokens), self.right[sequence.index]
@@ -213,7 +203,7 @@ class Reader(Drafter):
         ((2.0, 0.0), (1, 1, 1, 1)),
     ],
 )
-def test_more_tokens_for_what_they_cost(model, costs, asked):
+def test_cheaper_of_equal_drafters_is_chosen(model, costs, asked):
     """The cheaper of equal drafters is chosen."""
     prompts = prompts_of((9, 7, 11, 5), seed=5)
     texts = [greedy(model, prompt, 60) for prompt in prompts]
@@ -229,7 +219,7 @@ def test_more_tokens_for_what_they_cost(model, costs, asked):
     assert len(usual) > 3 and all(choice == asked for choice in usual)
 
 
-def test_who_was_bad_is_asked_again(model):
+def test_rejected_drafter_is_tried_again(model):
     (prompt,) = prompts_of((9,), seed=5)
     texts = [greedy(model, prompt, 140)]
     readers = [Reader(texts, [1]), Reader(texts, [0])]

@@ -10,12 +10,13 @@ import torch
 
 pytest.importorskip("transformers")
 
-from device_case import default_dtype
-from generate_case import LENGTHS, NEW_TOKENS, lists, prompts_of
-from subject_case import NAMES, SUBJECTS
+from support.devices import default_dtype
+from support.drafters import NAMES, SUBJECTS
+from support.models import LENGTHS, NEW_TOKENS, lists, prompts_of
 
+from pagedtree.generation.drafters import CombinedDrafter, Drafter
 from pagedtree.generation.tree_tuner import Plan
-from pagedtree.integrations.transformers import CombinedDrafter, Drafter, generate
+from pagedtree.integrations.transformers import generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

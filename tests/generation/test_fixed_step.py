@@ -14,20 +14,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import (
-    IS_5,
-    LENGTHS,
-    NEW_TOKENS,
-    SAMPLING,
-    VOCAB,
-    Oracle,
-    generated,
-    prompts_of,
-    tiny,
-)
-from hybrid_case import MODELS as HYBRIDS
-from hybrid_case import tiny_hybrid
-from subject_case import Subject
+from support.drafters import Oracle, Subject
+from support.models import HYBRIDS, IS_5, LENGTHS, NEW_TOKENS, SAMPLING, VOCAB, generated, prompts_of, tiny, tiny_hybrid
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -35,19 +23,14 @@ from transformers import AutoModelForCausalLM
 
 from pagedtree import Draft, SamplingParams, build_trees
 from pagedtree.generation.decode_step import DecodeStep
-from pagedtree.generation.drafters import as_drafter
+from pagedtree.generation.drafters import Drafter, NgramDrafter
+from pagedtree.generation.drafters.base import as_drafter
 from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.generation.logprobs import LogprobReader
-from pagedtree.generation.rules import Sampling, check_rule
+from pagedtree.generation.rules import Policy, Sampling, check_rule
 from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.generation.token_options import TokenOptions, option_rows
-from pagedtree.integrations.transformers import (
-    Drafter,
-    ModelDrafter,
-    NgramDrafter,
-    PagedCache,
-    load_drafter,
-)
+from pagedtree.integrations.transformers import ModelDrafter, PagedCache, load_drafter
 from pagedtree.integrations.transformers.model import TransformersModel
 from pagedtree.testing import backends, use_backend
 
@@ -141,7 +124,7 @@ def test_sequences_come_and_go(model, name):
         assert expected == plain and ended == generated(model, None, prompts, **options)[0]
 
 
-def test_what_a_trained_head_drafts():
+def test_trained_head_reads_accepted_features():
     """Accepted tokens are read with their features, or acceptance would differ."""
     model = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "target").to(DEVICE)
     prompts = [list(b"import os\n\n\ndef read("), list(b"class Log:\n"), list(b"for line in ")]
@@ -190,11 +173,12 @@ def step_without_host(model, drafter, sampling, requests=None, reader=None, is_r
     sequences = [GeneratedSequence(index, index, [1, 2, 3], max_length=20) for index in range(3)]
     with AnyValue():
         drafter.begin(4, sampling)
-    history, eos_ids = torch.zeros((4, 20), dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    history = torch.zeros((4, 20), dtype=torch.int64)
     cache = PagedCache(20, 4, torch.device("meta"), is_recurrent)
     packed = TransformersModel(model)
     rows = None if requests is None else requests(sequences)
-    step = FixedStep(DecodeStep(packed, cache, drafter, eos_ids, reader), sampling, history, sequences, 4, rows)
+    policy = Policy(sampling, [0], options=rows, logprobs=reader)
+    step = FixedStep(DecodeStep(packed, cache, drafter, policy), history, sequences, 4)
     with packed.use():
         step.run()  # makes caches and constants, as before a capture
         with NoHost(), NoConstants():
@@ -292,9 +276,9 @@ def test_the_cuda_kernels_under_it(monkeypatch, params):
             torch.testing.assert_close(pair[0], pair[1], atol=1e-2, rtol=0.0)  # float16
 
 
-def test_what_cannot_be_captured_is_refused(monkeypatch, model):
+def test_refuses_options_that_cannot_be_captured(monkeypatch, model):
     for message, keywords in (
-        (r"cuda_graph: expected a drafter of NoDrafter, .* got _Stateless", {"drafter": Oracle([[1, 2, 3]], 1.0)}),
+        (r"cuda_graph: expected a drafter of NoDrafter, .* got Oracle", {"drafter": Oracle([[1, 2, 3]], 1.0)}),
         ("cuda_graph: expected a drafter of NoDrafter, .* got BlockDrafter", {"drafter": FULL.drafter("block")}),
         (r"cuda_graph: expected NgramDrafter\(remember=0\), .* got 3", {"drafter": NgramDrafter(4, remember=3)}),
         ("share_prefix: expected None or False with cuda_graph", {"share_prefix": True}),
@@ -309,7 +293,7 @@ def test_what_cannot_be_captured_is_refused(monkeypatch, model):
 class Repeats(Drafter):
     max_nodes, is_chain, is_capturable = 4, True, True
 
-    def propose(self, tokens, lengths, active=None, rows=None):
+    def propose(self, tokens, lengths):
         last = tokens.gather(1, lengths.long().clamp(min=1)[:, None] - 1)
         batch = lengths.shape[0]
         parents = torch.arange(-1, 3, dtype=torch.int32, device=tokens.device).repeat(batch)
@@ -317,7 +301,7 @@ class Repeats(Drafter):
         return Draft(last.repeat(1, 4).flatten(), build_trees(parents, offsets, max_nodes=4, max_depth=3))
 
 
-def test_a_drafter_of_ones_own(model):
+def test_custom_drafter_in_fixed_steps(model):
     prompts = [[5, 5, 5, 5], [1, 2, 3]]
     plain, _, fixed, stats = both(model, Repeats, prompts)
     assert fixed == plain and stats.steps <= NEW_TOKENS

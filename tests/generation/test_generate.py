@@ -13,42 +13,33 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 
-from generate_case import (
+from support.drafters import DISTINCT, NAMES, SEEDS, SUBJECTS, Oracle, cases, kinds
+from support.models import (
+    HYBRIDS,
+    LATENTS,
     LENGTHS,
     NEW_TOKENS,
     SAMPLING,
-    Oracle,
     check_the_model_is_as_it_was,
     generated,
     greedy,
     prompts_of,
-    seeded,
+    sampled,
     tiny,
     tiny_of,
 )
-from hybrid_case import MODELS as HYBRIDS
-from latent_case import MODELS as LATENTS
-from subject_case import DISTINCT, NAMES, SEEDS, SUBJECTS, cases, kinds
 
+from pagedtree.generation.drafters import NgramDrafter
 from pagedtree.generation.fixed_step import FixedStep
-from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, tree_generate
+from pagedtree.integrations.transformers import ModelDrafter, tree_generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+SUBJECT = "full"
 
 
 @pytest.fixture
 def subject(kind):
     return SUBJECTS[kind]
-
-
-@pytest.fixture
-def model():
-    return SUBJECTS["full"].model
-
-
-@pytest.fixture
-def texts():
-    return SUBJECTS["full"].texts
 
 
 @cache
@@ -66,7 +57,7 @@ PAGE_SIZES = {"full": [1, 16], "hybrid": [1], "latent": [7]}  # tests below cove
 
 @pytest.mark.each_value
 @pytest.mark.parametrize(("kind", "name", "page_size"), cases(NAMES, PAGE_SIZES))
-def test_greedy_text_is_the_models_own(subject, name, page_size):
+def test_greedy_matches_model_generate(subject, name, page_size):
     texts, stats = generated(subject.model, subject.drafter(name), page_size=page_size)
     assert texts == subject.texts
     assert stats.num_tokens == NEW_TOKENS * len(LENGTHS)
@@ -187,7 +178,7 @@ def test_n_outcomes_share_the_prompts_pages(subject):
     model, page_size, length, n = subject.model, 8, 50, 4
     prompt = prompts_of([length], seed=5)
     texts, stats = generated(model, None, prompt, 10, n=n, params=SAMPLING, page_size=page_size)
-    assert texts == [seeded(model, prompt[0], seed, count=10) for seed in range(n)]
+    assert texts == [sampled(model, prompt[0], seed, count=10) for seed in range(n)]
     shared = (length - 1) // page_size
     total = -(-(length + 9) // page_size)
     # Each shared page is allocated and filled once; each outcome computes the tokens past it.
@@ -212,7 +203,7 @@ def test_other_attention_layers(kind):
 
 
 @pytest.mark.parametrize("kind", kinds(*SUBJECTS))
-def test_the_model_is_as_it_was(subject):
+def test_model_is_restored(subject):
     check_the_model_is_as_it_was(subject.model)
     assert not any({"forward", "expand_kv"} & vars(module).keys() for module in subject.model.modules())
 

@@ -13,9 +13,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from brackets_case import STOP, Brackets
-from generate_case import SAMPLING, VOCAB, greedy, holds_in_a_child, lists, tiny
-from toy_text_case import DRAFTERS
+from support.grammars import STOP, Brackets
+from support.models import SAMPLING, VOCAB, greedy, holds_in_a_child, lists, tiny
+from support.toy_texts import DRAFTERS
 from transformers import BatchEncoding, GPT2Config, GPT2LMHeadModel, LlamaForSequenceClassification
 from transformers.generation import (
     NoRepeatNGramLogitsProcessor,
@@ -34,11 +34,6 @@ from pagedtree.integrations.transformers.turns import in_turn
 from pagedtree.integrations.transformers.whole_inputs import check_scales
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny(0)
 
 
 def refused(message, error=ValueError, **arguments):
@@ -161,7 +156,7 @@ REFUSED = [
         logits_processor=[TopKLogitsWarper(3)],
     ),
     # Rules and drafters.
-    rule("expected one of auto, greedy, sampled, rejection, block, traversal, typical, got 'lucky'", "lucky"),
+    rule("expected one of auto, block, greedy, rejection, sampled, traversal, typical, got 'lucky'", "lucky"),
     rule("expected params for every rule but \"greedy\" .* got 'rejection' with None", "rejection", params=None),
     rule("expected params .* none for .* got 'greedy'", "greedy"),
     rule('"block" verifies chains, got a drafter whose trees branch', "block", "top-k tree"),
@@ -216,7 +211,7 @@ def test_any_kind_of_argument_is_taken_or_refused_by_name(model, name):
             assert name in str(error), value
 
 
-def test_what_tokenizers_return(model):
+def test_tokenizer_outputs_are_prompts(model):
     prompts = [[5, 6, 7], [8, 9]]
     expected = [greedy(model, torch.tensor(prompt), 4) for prompt in prompts]
     padded, mask = [[5, 6, 7], [0, 8, 9]], [[1, 1, 1], [0, 1, 1]]

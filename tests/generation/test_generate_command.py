@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import VOCAB, generated, tiny, tiny_eagle, words
+from support.models import VOCAB, generated, tiny, tiny_eagle, words
 from transformers import GenerationConfig
 
 from pagedtree import SamplingParams
@@ -26,11 +26,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 TEXT = " ".join(f"w{token}" for token in PROMPT)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny(0)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +65,7 @@ def expected(model, **options):
 
 
 @pytest.mark.parametrize("drafts", ["", "--ngram", "--draft draft", "--drafter eagle"])
-def test_text(model, run, drafts):
+def test_command_prints_greedy_text(model, run, drafts):
     status, tokens, err = run(*drafts.split())
     assert (status, [tokens]) == (0, expected(model))
     assert "device: cpu, dtype: torch.float32\n" in err and "12 tokens in" in err

@@ -9,27 +9,16 @@ import torch
 
 pytest.importorskip("transformers")
 
-from draft_checks import paths_of
-from generate_case import VOCAB, prompts_of, room_of, tiny
+from support.batches import paths_of
+from support.models import VOCAB, prompts_of, room_of, tiny
 
 from pagedtree import DraftTree
-from pagedtree.integrations.transformers import (
-    MedusaDrafter,
-    MedusaHeads,
-    ModelDrafter,
-    NgramDrafter,
-    generate,
-    medusa_tree,
-)
+from pagedtree.generation.drafters import MedusaDrafter, MedusaHeads, NgramDrafter, medusa_tree
+from pagedtree.integrations.transformers import ModelDrafter, generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LENGTHS = (5, 21, 1, 34)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny(0)
 
 
 def prompts():

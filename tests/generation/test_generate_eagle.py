@@ -10,17 +10,17 @@ import torch
 
 pytest.importorskip("transformers")
 
-from draft_checks import paths_of
-from eagle_case import SIZES, causal, eagle_head, features_of
-from generate_case import SAMPLING, VOCAB, prompts_of, room_of, tiny
 from safetensors.torch import load_file
+from support.batches import paths_of
+from support.heads import SIZES, causal_attention, eagle_head, features_of
+from support.models import SAMPLING, VOCAB, prompts_of, room_of, tiny
 
 from pagedtree.generation import drafters
-from pagedtree.generation.drafters import waiting_features
+from pagedtree.generation.drafters import EagleDrafter, EagleHead, waiting_features
 from pagedtree.generation.drafters.checkpoint_config import ConfigEntries
 from pagedtree.generation.drafters.eagle_config import EagleConfig
 from pagedtree.generation.drafters.rotary_config import Rotary
-from pagedtree.integrations.transformers import EagleDrafter, EagleHead, generate
+from pagedtree.integrations.transformers import generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -53,7 +53,7 @@ def guess(head, features, text, path):
     states = head.fuse(features[: len(text) - 1])
     tokens = [*text[1:], *path]
     for end in range(len(text) - 1, len(tokens) + 1):
-        out = head(torch.tensor(tokens[:end]), states, torch.arange(end), causal)
+        out = head(torch.tensor(tokens[:end]), states, torch.arange(end), causal_attention)
         states = torch.cat([states, out[-1:]])
     return head.logits(out[-1]).log_softmax(-1)
 
@@ -159,7 +159,7 @@ def test_a_head_is_saved_and_loaded(model, head, tmp_path):
 def same_guesses(one, other):
     features, tokens, positions = torch.randn(7, 3 * 128), torch.arange(7), torch.arange(3, 10)
     with torch.no_grad():
-        return torch.equal(*(h.logits(h(tokens, h.fuse(features), positions, causal)) for h in (one, other)))
+        return torch.equal(*(h.logits(h(tokens, h.fuse(features), positions, causal_attention)) for h in (one, other)))
 
 
 @pytest.mark.parametrize(

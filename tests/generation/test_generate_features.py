@@ -7,9 +7,10 @@ import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import Oracle, generated, greedy, prompts_of, tiny, tiny_of
+from support.drafters import Oracle
+from support.models import generated, greedy, prompts_of, tiny, tiny_of
 
-from pagedtree.integrations.transformers import Drafter
+from pagedtree.generation.drafters import Drafter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -24,7 +25,7 @@ class Recorder(Drafter):
         self.max_nodes = oracle.tree.num_nodes
         self.kept, self.forgotten, self.rows = {}, 0, None
 
-    def propose(self, tokens, lengths, active=None, rows=None):
+    def propose(self, tokens, lengths):
         return self.oracle.propose(tokens, lengths)
 
     def read(self, rows):
@@ -32,7 +33,7 @@ class Recorder(Drafter):
         for sequence, position, features in rows.known():
             self.keep(sequence, position, features)
 
-    def observe(self, result, rows=None):
+    def observe(self, result):
         for sequence, position, features in self.rows.accepted(result):
             self.keep(sequence, position, features)
 

@@ -7,12 +7,14 @@ import torch
 
 pytest.importorskip("transformers")
 
-from brackets_case import STOP, Brackets
-from generate_case import LENGTHS, Oracle, generated, prompts_of, tiny
+from support.drafters import Oracle
+from support.grammars import STOP, Brackets
+from support.models import LENGTHS, generated, prompts_of
 
 from pagedtree import SamplingParams
+from pagedtree.generation.drafters import NgramDrafter
 from pagedtree.generation.fixed_step import FixedStep
-from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, TokenOptions
+from pagedtree.integrations.transformers import ModelDrafter, TokenOptions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -29,11 +31,6 @@ def is_valid(text):
     """Returns flags of a prefix and of a complete text."""
     matcher = Brackets()
     return all(matcher.accept(token) for token in text), matcher.is_terminated()
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny(0)
 
 
 SAMPLING = SamplingParams(temperature=1.2)
@@ -87,7 +84,7 @@ def test_a_text_ends_with_its_grammar(model, drafts):
             assert stats.sequences[i].finish_reason == "grammar"
 
 
-def test_nothing_left_ends_the_text(model):
+def test_text_ends_without_allowed_tokens(model):
     options = TokenOptions(allowed_tokens=[*range(10), 120])
     with pytest.warns(UserWarning, match="no finite one"):
         texts, stats = generated(model, None, PROMPTS[:1], 9, grammars=[Brackets()], options=options)

@@ -12,30 +12,22 @@ import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import IS_5, LENGTHS, Oracle, generated, greedy, prompts_of
+from support.drafters import Oracle
+from support.models import IS_5, LENGTHS, generated, greedy, prompts_of
 
 if not IS_5:
     pytest.skip("transformers 4.57 writes these models otherwise", allow_module_level=True)
 
-from hybrid_case import tiny_hybrid
-from subject_case import SUBJECTS
+from support.models import tiny_hybrid
 
+from pagedtree.generation.drafters import NgramDrafter
 from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.generation.recurrent_states import RecurrentStates
-from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, tensor_parallel
+from pagedtree.integrations.transformers import ModelDrafter, tensor_parallel
 from pagedtree.testing import backends, use_backend
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture
-def model():
-    return SUBJECTS["hybrid"].model
-
-
-@pytest.fixture
-def texts():
-    return SUBJECTS["hybrid"].texts
+SUBJECT = "hybrid"
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear", "nemotron_h"])

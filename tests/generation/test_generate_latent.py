@@ -7,9 +7,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import IS_5, LENGTHS, Oracle, generated, greedy, poisoned_caches, prompts_of
-from latent_case import tiny_latent
-from subject_case import SUBJECTS
+from support.drafters import SUBJECTS, Oracle
+from support.models import IS_5, LENGTHS, generated, greedy, poisoned_caches, prompts_of, tiny_latent
 
 from pagedtree.integrations.transformers import ModelDrafter, tensor_parallel
 from pagedtree.integrations.transformers import latent as latent_module
@@ -19,16 +18,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(not IS_5, reason="transformers 4.57 caches the keys and values of all heads"),
 ]
-
-
-@pytest.fixture
-def model():
-    return SUBJECTS["latent"].model
-
-
-@pytest.fixture
-def texts():
-    return SUBJECTS["latent"].texts
+SUBJECT = "latent"
 
 
 def test_latents_are_all_that_is_cached(model, texts, monkeypatch):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from memory_case import allocated, growth, resident
+from support.memory import allocated, growth, resident
 
 pytest.importorskip("transformers")
 
-from generate_case import SAMPLING, prompts_of
-from subject_case import SUBJECTS
+from support.drafters import SUBJECTS
+from support.models import SAMPLING, prompts_of
 
 from pagedtree.integrations.transformers import ModelDrafter, generate
 

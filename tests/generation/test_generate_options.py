@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 
-from brackets_case import Brackets
-from generate_case import LENGTHS, NEW_TOKENS, VOCAB, Oracle, generated, prompts_of, tiny
+from support.drafters import Oracle
+from support.grammars import Brackets
+from support.models import LENGTHS, NEW_TOKENS, VOCAB, generated, prompts_of, tiny
 from transformers import LogitsProcessorList
 from transformers.generation import (
     LogitNormalization,
@@ -30,13 +31,9 @@ from transformers.generation import (
 )
 
 from pagedtree import SamplingParams, reference
+from pagedtree.generation.drafters import NgramDrafter
 from pagedtree.generation.fixed_step import FixedStep
-from pagedtree.integrations.transformers import (
-    ModelDrafter,
-    NgramDrafter,
-    TokenOptions,
-    tensor_parallel,
-)
+from pagedtree.integrations.transformers import ModelDrafter, TokenOptions, tensor_parallel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,9 +9,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import LENGTHS, SAMPLING, generated, prompts_of, tiny
-from statistics_case import LIMIT
-from toy_text_case import CASES, CORE, DRAFTERS, PROMPT, TOY, VOCAB, distribution_of_texts, toy_excess
+from support.exact import LIMIT
+from support.models import LENGTHS, SAMPLING, generated, prompts_of, tiny
+from support.toy_texts import CASES, CORE, DRAFTERS, PROMPT, TOY, VOCAB, distribution_of_texts, toy_excess
 
 from pagedtree import DraftTree, TreeBatch
 from pagedtree.generation.rules import Sampling
@@ -143,7 +143,7 @@ def test_typical_acceptance_is_lossy(toy, toy_draft, toy_distribution):
     assert "not lossless" in generate.__doc__
 
 
-def test_a_drafter_of_ones_own(toy, toy_distribution):
+def test_custom_drafter_in_fixed_steps(toy, toy_distribution):
     """A foreign drafter returns tokens, trees and distributions, with padding; undeclared ones are refused."""
 
     class Uniform:
@@ -175,11 +175,6 @@ FITTING = [
     *IN_ANY_BATCH,
     *[("rejection", "n-gram"), ("block", "top-k chain"), ("block", "iid chain"), ("traversal", "swor tree")],
 ]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny(0)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from generate_case import MODELS, SAMPLING, prompts_of, tiny
+from support.models import MODELS, SAMPLING, prompts_of, tiny
 from torch import nn
 
 from pagedtree.generation.drafters import NgramDrafter

@@ -8,22 +8,18 @@ import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import LENGTHS, NEW_TOKENS, VOCAB, Oracle, generated, greedy, prompts_of, tiny
+from support.drafters import Oracle
+from support.models import LENGTHS, NEW_TOKENS, VOCAB, generated, greedy, prompts_of
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from pagedtree.generation.drafters import NgramDrafter
 from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.generation.stop_strings import StopStrings
-from pagedtree.integrations.transformers import NgramDrafter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPTS = prompts_of(LENGTHS)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny(0)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +68,7 @@ def test_text_ends_with_the_token_that_completes_a_stop_string(model, texts, tok
     assert (cut > 4) == (drafts == "oracle") and compared > 8
 
 
-def test_whatever_ends_first_is_the_reason(model, texts, tokenizer):
+def test_finish_reason_is_the_first_stop(model, texts, tokenizer):
     new = texts[0][LENGTHS[0] :]
     first = next(i for i in range(2, NEW_TOKENS) if new.index(new[i]) == i)  # the first occurrence of its token
     later = next(i for i in range(first + 1, NEW_TOKENS) if new.index(new[i]) == i)
@@ -153,7 +149,7 @@ class Recorder:
 
 
 @pytest.mark.parametrize("drafts", ["none", "n-gram", "oracle"])
-def test_a_streamer_gets_what_stays(model, texts, tokenizer, drafts):
+def test_streamer_gets_only_kept_tokens(model, texts, tokenizer, drafts):
     """A streamer gets the prompt and each token, but none that a stop string or an EOS token cuts off."""
     stop = tokenizer.decode(texts[1][LENGTHS[1] + 4 : LENGTHS[1] + 6])
     for options in ({}, {"stop_strings": stop, "tokenizer": tokenizer}, {"eos_token_id": texts[1][LENGTHS[1] + 6]}):

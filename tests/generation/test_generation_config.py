@@ -11,7 +11,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import LENGTHS, NEW_TOKENS, VOCAB, Oracle, generated, greedy, prompts_of, tiny
+from support.drafters import Oracle
+from support.models import LENGTHS, NEW_TOKENS, VOCAB, generated, greedy, prompts_of, tiny
 from transformers import CompileConfig, GenerationConfig, LogitsProcessorList, WatermarkingConfig
 from transformers.generation import (
     RepetitionPenaltyLogitsProcessor,
@@ -20,7 +21,8 @@ from transformers.generation import (
 )
 
 from pagedtree import SamplingParams, reference
-from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, TokenOptions, tree_generate
+from pagedtree.generation.drafters import NgramDrafter
+from pagedtree.integrations.transformers import ModelDrafter, TokenOptions, tree_generate
 from pagedtree.integrations.transformers.generation_config import IGNORED, config_fields
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -102,7 +104,7 @@ WITHOUT_EFFECT = {
 }
 
 
-def test_a_model_without_one(model, plain, monkeypatch):
+def test_model_without_generation_config(model, plain, monkeypatch):
     """Without a config no sequence ends, and 0 pads."""
     monkeypatch.setattr(model, "generation_config", None)
     texts, new = plain
@@ -257,7 +259,7 @@ TOGETHER = [
 
 
 @pytest.mark.parametrize(("fields", "arguments", "message"), TOGETHER)
-def test_what_does_not_go_together_is_refused(model, configure, fields, arguments, message):
+def test_refuses_conflicting_fields(model, configure, fields, arguments, message):
     configure(do_sample=True, temperature=0.8, **fields)  # with top_k 50
     with pytest.raises(ValueError, match=message):
         generated(model, **arguments)

@@ -15,15 +15,21 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from block_case import block_model
-from generate_case import tiny, tiny_eagle
 from safetensors.torch import load_file, save_file
+from support.heads import block_model
+from support.models import tiny, tiny_eagle
 
-from pagedtree.generation.drafters import block_config, eagle_config
+from pagedtree.generation.drafters import (
+    BlockDraftConfig,
+    BlockDraftModel,
+    EagleHead,
+    MedusaHeads,
+    block_config,
+    eagle_config,
+)
 from pagedtree.generation.drafters.checkpoint_config import CAUSAL
 from pagedtree.generation.drafters.eagle_config import LAYER_IDS, EagleConfig
 from pagedtree.generation.drafters.formats import rows_of
-from pagedtree.integrations.transformers import BlockDraftConfig, BlockDraftModel, EagleHead, MedusaHeads
 
 # An example, its class, and its weights' file.
 KINDS = {
@@ -130,11 +136,6 @@ CONFIGS = {"eagle": EagleConfig, "block": BlockDraftConfig}
 NEEDED = {kind: [row.key for row in rows_of(CONFIGS[kind]).values() if row.default is MISSING] for kind in CONFIGS}
 NEEDED["eagle"] = [key for key in NEEDED["eagle"] if key != LAYER_IDS]
 NEEDED["medusa"] = [*MEDUSA]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny(0)
 
 
 class Folder:

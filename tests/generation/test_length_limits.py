@@ -10,8 +10,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from architecture_case import KEPT, tiny_model
-from generate_case import (
+from support.architectures import KEPT, tiny_model
+from support.drafters import Subject
+from support.models import (
     SAMPLING,
     generated,
     gpt2,
@@ -20,16 +21,11 @@ from generate_case import (
     room_of,
     tiny,
 )
-from subject_case import Subject
 
 from pagedtree.distributed import DraftGroup
+from pagedtree.generation.drafters import CombinedDrafter, NgramDrafter
 from pagedtree.generation.fixed_step import FixedStep
-from pagedtree.integrations.transformers import (
-    CombinedDrafter,
-    ModelDrafter,
-    NgramDrafter,
-    tensor_parallel,
-)
+from pagedtree.integrations.transformers import ModelDrafter, tensor_parallel
 from pagedtree.integrations.transformers.model import TransformersModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -152,7 +148,7 @@ def test_tables_are_of_architectures_that_are_served():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SERVED)
-def test_which_models_have_a_table(name):
+def test_models_with_position_tables(name):
     model = tiny_model(name)
     packed = TransformersModel(model)
     count = packed.num_positions

@@ -10,29 +10,24 @@ import torch
 pytest.importorskip("transformers")
 
 
-from block_case import DFLASH2, block_model
-from device_case import default_dtype
-from draft_checks import paths_of
-from eagle_case import SPECULATORS, causal, features_of, head_of_speculators, parallel_head
-from generate_case import VOCAB, greedy, lists, prompts_of, tiny, tiny_eagle
 from safetensors.torch import save_file
-
-from pagedtree.integrations.transformers import (
-    BlockDrafter,
-    EagleDrafter,
-    MedusaDrafter,
-    MedusaHeads,
-    ParallelEagleDrafter,
-    generate,
-    load_drafter,
+from support.batches import paths_of
+from support.devices import default_dtype
+from support.heads import (
+    DFLASH2,
+    SPECULATORS,
+    block_model,
+    causal_attention,
+    features_of,
+    head_of_speculators,
+    parallel_head,
 )
+from support.models import VOCAB, greedy, lists, prompts_of, tiny, tiny_eagle
+
+from pagedtree.generation.drafters import BlockDrafter, EagleDrafter, MedusaDrafter, MedusaHeads, ParallelEagleDrafter
+from pagedtree.integrations.transformers import generate, load_drafter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny(0)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +92,7 @@ def test_the_format_is_found(model, texts, tmp_path, name):
         assert lists(sequences) == texts
 
 
-def test_what_a_parallel_head_guesses(model, texts):
+def test_levels_of_a_parallel_head_are_independent(model, texts):
     """A level depends on the text and unknown tokens, not on other levels."""
     head, records = parallel_head(model), []
     drafter = ParallelEagleDrafter(head, num_nodes=9, depth=3, width=4)
@@ -110,7 +105,7 @@ def test_what_a_parallel_head_guesses(model, texts):
         root = int(result.start[0])
         tokens = torch.tensor([*texts[1][1 : root + 1], 3, 3])
         fused = torch.cat([head.fuse(features[:root]), head.unknown_state().expand(2, -1)])
-        logits = head.logits(head(tokens, fused, torch.arange(root + 2), causal)[-3:])
+        logits = head.logits(head(tokens, fused, torch.arange(root + 2), causal_attention)[-3:])
         levels = logits.detach().log_softmax(-1)
         for node, path in enumerate(paths_of(result.draft_tokens.tolist(), result.trees.parents.tolist())):
             joint = sum(float(levels[depth, token // 2]) for depth, token in enumerate(path))
@@ -127,7 +122,7 @@ def test_a_parallel_drafter_needs_a_parallel_head(model):
 @pytest.mark.parametrize(
     ("name", "prefix"), [("medusa_lm_head.safetensors", "medusa_head."), ("medusa_lm_head.pt", "")]
 )
-def test_what_published_medusa_heads_compute(model, tmp_path, name, prefix):
+def test_logits_of_published_medusa_heads(model, tmp_path, name, prefix):
     tensors = {key.removeprefix(prefix): t for key, t in medusa_of(model, tmp_path, name, prefix, count=5).items()}
     heads = MedusaHeads.from_pretrained(tmp_path, model)
     assert heads.num_heads == 5  # the published config says two, but its authors load five

@@ -10,11 +10,12 @@ from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("transformers")
 
-from generate_case import TINY, generated, gpt2, greedy, prompts_of, tiny, tiny_eagle, tiny_heads
-from subject_case import Subject
+from support.drafters import Subject
+from support.models import TINY, generated, gpt2, greedy, prompts_of, tiny, tiny_eagle, tiny_heads
 from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedModel
 
-from pagedtree.integrations.transformers import CombinedDrafter, EagleHead, MedusaDrafter, ModelDrafter, NgramDrafter
+from pagedtree.generation.drafters import CombinedDrafter, EagleHead, MedusaDrafter, NgramDrafter
+from pagedtree.integrations.transformers import ModelDrafter
 
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
 VISION |= {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14}

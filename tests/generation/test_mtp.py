@@ -9,17 +9,17 @@ import torch
 
 pytest.importorskip("transformers")
 
-from draft_checks import paths_of
-from eagle_case import features_of as outputs_of_layers
-from generate_case import IS_5, VOCAB, greedy, lists, prompts_of, tiny
 from safetensors.torch import load_file, save_file
+from support.batches import paths_of
+from support.heads import features_of as outputs_of_layers
+from support.models import IS_5, VOCAB, greedy, lists, prompts_of, tiny
 
 from pagedtree.integrations.transformers import MtpDrafter, MtpHead, generate, load_drafter
 
 if not IS_5:
     pytest.skip("transformers 4.57 writes these models otherwise", allow_module_level=True)
 
-from mtp_case import FORMS, random_head, write_layer
+from support.heads import FORMS, random_head, write_layer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -51,7 +51,7 @@ def test_the_layer_is_read(case):
         assert model.config._attn_implementation != "pagedtree"
 
 
-def test_the_text_stays(case):
+def test_greedy_matches_model_generate(case):
     _, model, _, folder = case
     tree, chain = (load_drafter(folder, model, num_nodes=9, depth=3, width=width) for width in (3, 1))
     assert type(tree) is MtpDrafter and chain.is_chain and not tree.is_chain
@@ -60,7 +60,7 @@ def test_the_text_stays(case):
     assert lists(sequences) == [greedy(model, prompt, 16) for prompt in prompts]
 
 
-def test_what_is_drafted(case):
+def test_scores_match_the_layers_dense_pass(case):
     """A node's score equals the layer's dense pass over text and path."""
     name, model, head, _ = case
     drafter, records = MtpDrafter(head, num_nodes=7, depth=3, width=2), []
@@ -149,7 +149,7 @@ def test_other_layers_are_refused(tmp_path, name, changed, message):
     assert name in str(error.value)
 
 
-def test_a_model_without_such_layers(tmp_path):
+def test_model_without_mtp_layers(tmp_path):
     model = tiny(0)
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="expected a draft head, or a model with MTP layers"):

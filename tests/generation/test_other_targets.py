@@ -8,12 +8,12 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from block_case import CONFIG
-from generate_case import VOCAB, generated, tiny
-from subject_case import Subject
+from support.drafters import Subject
+from support.heads import DFLASH
+from support.models import VOCAB, generated, tiny
 
 from pagedtree import DraftTree
-from pagedtree.integrations.transformers import (
+from pagedtree.generation.drafters import (
     BlockDraftConfig,
     BlockDrafter,
     BlockDraftModel,
@@ -22,8 +22,8 @@ from pagedtree.integrations.transformers import (
     EagleHead,
     MedusaDrafter,
     MedusaHeads,
-    ModelDrafter,
 )
+from pagedtree.integrations.transformers import ModelDrafter
 
 EAGLE = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": VOCAB}
 
@@ -53,7 +53,7 @@ def narrow_heads(name):
     if name == "EAGLE":
         entries = {**sizes, "num_attention_heads": 1, "vocab_size": VOCAB}
         return EagleDrafter(EagleHead(entries, other.model.embed_tokens, other.lm_head, (0, 1)))
-    config = BlockDraftConfig(**{**vars(CONFIG), **sizes})
+    config = BlockDraftConfig(**{**vars(DFLASH), **sizes})
     return BlockDrafter(BlockDraftModel(config, other.model.embed_tokens, other.lm_head))
 
 
@@ -132,7 +132,7 @@ def test_modules_that_do_not_fit_are_refused_when_made(model):
     with pytest.raises(ValueError, match="tree: expected at most 3 levels, one for each head, got 4"):
         MedusaDrafter(MedusaHeads(128, 3, model.lm_head), DraftTree.chain(4))
     with pytest.raises(ValueError, match=r"embed: expected a weight of \[.*hidden_size 128\], got \[128, 64\]"):
-        BlockDraftModel(CONFIG, narrow().model.embed_tokens, model.lm_head)
+        BlockDraftModel(DFLASH, narrow().model.embed_tokens, model.lm_head)
     for ids in (torch.tensor([128]), torch.tensor([-1]), torch.tensor([1.0]), torch.tensor([[1]])):
         with pytest.raises(ValueError, match="target_ids: expected"):
             EagleHead(EAGLE, model.model.embed_tokens, model.lm_head, (0, 1), ids)

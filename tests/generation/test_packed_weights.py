@@ -14,9 +14,9 @@ from torch.nn.utils import parametrize
 
 pytest.importorskip("transformers")
 
-from generate_case import LENGTHS, NEW_TOKENS, lists, prompts_of, tiny
 from safetensors.torch import load_file
-from subject_case import Subject
+from support.drafters import Subject
+from support.models import LENGTHS, NEW_TOKENS, lists, prompts_of, tiny
 from transformers import LlamaForCausalLM
 
 from pagedtree.integrations.transformers import generate, packed_weights
@@ -90,7 +90,7 @@ def test_parameters_come_back_with_the_same_bits(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_packed_layer_computes_what_it_did(dtype, bias):
+def test_packed_layer_matches_plain_layer(dtype, bias):
     layer = layer_of(dtype, bias=bias)
     shapes = [(20,), (0, 20), (2, 0, 20), (3, 4, 20), (2, 3, 1, 20)]
     shapes += [(rows, 20) for rows in (1, 2, 7, 16, 17, 33, 64)]
@@ -211,7 +211,7 @@ def test_a_weight_that_others_hold_stays(name):
 
 
 @pytest.mark.parametrize("kind", ["embedding", "layer", "place"])
-def test_what_is_shared_within_a_model_stays_shared(kind):
+def test_shared_weights_stay_shared(kind):
     model = nn.ModuleList([nn.Embedding(8, 8) if kind == "embedding" else nn.Linear(8, 8), nn.Linear(8, 8)])
     if kind == "place":
         model.append(model[1])

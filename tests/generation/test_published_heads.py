@@ -10,12 +10,13 @@ import torch
 
 pytest.importorskip("transformers")
 
-from eagle_case import LAYERS, eagle_head, features_of
-from generate_case import VOCAB, greedy, lists, prompts_of, tiny
 from safetensors.torch import load_file, save_file
+from support.heads import LAYERS, eagle_head, features_of
+from support.models import VOCAB, greedy, lists, prompts_of, tiny
 
+from pagedtree.generation.drafters import EagleDrafter, EagleHead
 from pagedtree.generation.drafters.eagle_config import OF_MODELOPT
-from pagedtree.integrations.transformers import EagleDrafter, EagleHead, generate
+from pagedtree.integrations.transformers import generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -105,7 +106,7 @@ class Recorder(EagleDrafter):
 
 
 @pytest.mark.parametrize("entries", NORMS, ids=lambda entries: ", ".join(entries) or "plain")
-def test_what_a_head_computes(model, tmp_path, entries):
+def test_head_matches_plain_pytorch(model, tmp_path, entries):
     """A loaded head has plain PyTorch's logits."""
     eagle_head(model, **entries).save_pretrained(tmp_path, dtype=torch.float32)
     config, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")

@@ -13,7 +13,7 @@ from statistics import median
 import numpy as np
 import pytest
 import torch
-from tuner_case import ROOT, Machine, run
+from support.tuner import ROOT, Machine, run
 
 from pagedtree import Draft, DraftTree, TreeBatch
 from pagedtree.generation.drafters import NgramDrafter

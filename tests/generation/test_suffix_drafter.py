@@ -10,10 +10,11 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from generate_case import greedy, holds_in_a_child, lists, prompts_of, tiny
+from support.models import greedy, holds_in_a_child, lists, prompts_of, tiny
 
+from pagedtree.generation.drafters import CombinedDrafter, SuffixDrafter
 from pagedtree.generation.drafters.text_memory import MAX_PLACES, TextMemory
-from pagedtree.integrations.transformers import CombinedDrafter, ModelDrafter, SuffixDrafter, generate
+from pagedtree.integrations.transformers import ModelDrafter, generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -35,7 +36,7 @@ SIZES = [(50, 3, 3), (1000, 3, 6), (64, 1, 12), (7, 2, 3), (1, 1, 2)]
 
 @pytest.mark.parametrize("factor", [1, 50_021])  # factor of the tokens' numbers
 @pytest.mark.parametrize(("size", "context", "words"), SIZES)
-def test_what_is_found(size, context, words, factor):
+def test_continuations_match_plain_search(size, context, words, factor):
     rng, memory, text, compared = random.Random(0), TextMemory(size, context=context, max_ngram=8), [], 0
     for _ in range(80):
         new = [factor * rng.randrange(words) for _ in range(rng.randrange(60))]
@@ -52,7 +53,7 @@ def test_what_is_found(size, context, words, factor):
     assert compared > 10 or size < 10
 
 
-def test_the_best_places_come_last():
+def test_continuations_are_ordered_by_match_and_frequency():
     memory = TextMemory(1000, context=2, max_ngram=4)
     for text in ([9, 1, 2, 3, 50], [1, 2, 3, 60], [8, 2, 3, 70], [7, 2, 3, 70], [6, 2, 3, 80]):
         memory.add(text)
@@ -126,12 +127,7 @@ def test_bad_sizes(options, message):
         TextMemory(**options)
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny(0)
-
-
-def test_beside_a_model(model):
+def test_combined_with_a_draft_model(model):
     """The model drafts only where neither the text nor an earlier answer has a continuation."""
     prompts, sizes = prompts_of((5, 12)), []
     other = ModelDrafter(tiny(1, num_hidden_layers=1), num_nodes=6)

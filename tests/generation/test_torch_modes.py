@@ -8,12 +8,11 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from generate_case import generated, greedy, prompts_of, tiny, tiny_of
-from hybrid_case import tiny_hybrid
-from latent_case import tiny_latent
-from subject_case import Subject
+from support.drafters import Subject
+from support.models import generated, greedy, prompts_of, tiny, tiny_hybrid, tiny_latent, tiny_of
 
-from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, packed_weights
+from pagedtree.generation.drafters import NgramDrafter
+from pagedtree.integrations.transformers import ModelDrafter, packed_weights
 from pagedtree.integrations.transformers.model import use_attention
 from pagedtree.integrations.transformers.packed_weights import MIN_ELEMENTS
 

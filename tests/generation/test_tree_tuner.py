@@ -10,16 +10,18 @@ import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import SAMPLING, lists, prompts_of, tiny
-from subject_case import SUBJECTS
-from tuner_case import Machine, fresh, run
+from support.drafters import SUBJECTS
+from support.models import SAMPLING, lists, prompts_of, tiny
+from support.tuner import Machine, fresh, run
 
 from pagedtree import DraftTree, select_nodes
 from pagedtree.check_draft import rows_of
+from pagedtree.generation.drafters import NgramDrafter
 from pagedtree.generation.tree_tuner import Outcome, Plan, StepCosts, TreeTuner
-from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, generate
+from pagedtree.integrations.transformers import ModelDrafter, generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+SUBJECT = "full"
 
 
 LOSERS = [
@@ -100,7 +102,7 @@ def test_looks_take_one_percent_of_the_time():
     assert 3 <= sum(looks[-300:]) <= 12
 
 
-def test_levels_are_learnt_though_they_read_what_was_accepted():
+def test_level_times_exclude_reading():
     """Reading before the first level is no time of the levels."""
     tuner, machine = TreeTuner(2, grows_by_level=True), Machine([0.9])
     tuner.learn_reading(1000, 1.0)
@@ -116,7 +118,7 @@ def test_levels_are_learnt_though_they_read_what_was_accepted():
     assert tuner.costs[1].drafter(2) == pytest.approx(0.5, rel=0.1)
 
 
-def test_every_child_of_an_accepted_node_tells_something():
+def test_acceptance_counts_all_children_of_accepted_nodes():
     """Unverified children of an accepted node count, too; nodes below a rejected one do not."""
     tuner, machine = TreeTuner(3), Machine([0.6])
     plan = tuner.plan([500])
@@ -129,11 +131,6 @@ def test_every_child_of_an_accepted_node_tells_something():
     first, second = (min(int(4 * (0.5 + rank) ** 0.5), 11) for rank in (0, 1))
     assert counts_by_kind == {first: (0.0, pytest.approx(1.95)), second: (pytest.approx(1.95), pytest.approx(1.95))}
     assert tuner.by_depth._seen == {1: (1.0, 1.0), 2: (1.0, 1.0)}
-
-
-@pytest.fixture
-def model():
-    return SUBJECTS["full"].model
 
 
 @pytest.fixture(autouse=True)
@@ -212,7 +209,7 @@ def test_other_choices_are_refused(model):
         generate(model, [[1, 2]], drafter=NgramDrafter(8), max_new_tokens=4, tree="best")
 
 
-def test_nobody_is_evicted_for_drafts(model, scheduled):
+def test_drafts_evict_no_sequence(model, scheduled):
     prompts, options = prompts_of((5, 21, 9, 14), seed=3), dict(max_new_tokens=24, page_size=4, num_pages=42)
     _, plain = generate(model, prompts, **options)
     _, drafted = generate(model, prompts, drafter=NgramDrafter(12), tree="auto", **options)

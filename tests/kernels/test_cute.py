@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cute_case import VECTORS
+from support.doubles import cute_vectors
 
 from pagedtree.check.case import Place
 from pagedtree.check.cases import instructions, instructions_sm90
 from pagedtree.testing import backends
 
+VECTORS = cute_vectors()
 NAMES = sorted(name.removesuffix(".in") for name in VECTORS.files if name.endswith(".in"))
 PLACE = Place(torch.device("cpu"), "simt")
 KINDS = {"ss": "wgmma_ss/{0}/N {1}", "rsK": "wgmma_rs/K-major/{0}/N {1}", "rsN": "wgmma_rs/N-major/{0}/N {1}"}

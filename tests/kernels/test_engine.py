@@ -57,7 +57,7 @@ def test_a_stored_verdict_is_read() -> None:
 
 
 @pytest.mark.parametrize("said", [PASSED, FAILED])
-def test_what_is_corrupt_or_of_another_place_does_not_count(said: str) -> None:
+def test_corrupt_and_foreign_verdicts_do_not_count(said: str) -> None:
     store_verdict(on_simt(), said)
     path = on_simt().path
     assert path is not None
@@ -80,7 +80,7 @@ def test_what_is_corrupt_or_of_another_place_does_not_count(said: str) -> None:
     assert os.listdir(path.parent) == [path.name]
 
 
-def test_where_the_file_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_path_of_stored_verdicts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     name = on_simt().path.name  # type: ignore[union-attr]
     monkeypatch.delenv("PAGEDTREE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -94,7 +94,7 @@ def test_where_the_file_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         store_verdict(on_simt(), PASSED)
 
 
-def test_two_who_store_at_once_are_safe() -> None:
+def test_concurrent_stores_leave_a_whole_verdict() -> None:
     """A concurrent reader finds one whole verdict."""
     store_verdict(on_simt(), PASSED)
 
@@ -147,7 +147,7 @@ def test_the_engine_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--backend", "simt", "--only", "tile"], "4:227:8", "without --only"),
     ],
 )
-def test_what_cannot_run_is_not_tested(
+def test_check_refuses_engines_that_cannot_run(
     arguments: list[str], device: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", device)
@@ -233,7 +233,7 @@ LAUNCHES = """
 import sys
 sys.path[:0] = ["tests"]
 import torch
-from simt_case import base_of, intercepted_launches, simt_library, symbols_of
+from support.simt import base_of, intercepted_launches, simt_library, symbols_of
 from pagedtree.check.case import Place
 from pagedtree.check.cases import attention
 library, kernels = simt_library(), []
@@ -254,7 +254,7 @@ def launches_by_wgmma() -> int:
 
 
 @pytest.mark.slow
-def test_the_command_stores_what_ops_read(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_command_sets_the_engine_of_ops(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["check", "--device", "cpu", "--backend", "simt", "--engine", "wgmma", "--seconds"]
     assert launches_by_wgmma() == 0
     assert cli.main([*command, "1200"]) == 0

@@ -1,4 +1,4 @@
-"""CUDA runtime calls by the host code, recorded for each kind of GPU without one (recorded_case.py).
+"""CUDA runtime calls by the host code, recorded for each kind of GPU without one (support/recorded.py).
 
 Launches must fit the GPU, the kernel ("too many resources requested"), graph capture and the caller's stream; failed
 calls must raise and leave no trace.
@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
-from recorded_case import DEVICES, HOPPER, Asked, Device, Launch, Recorded, recorded_once
+from support.recorded import DEVICES, HOPPER, Asked, Device, Launch, Recorded, recorded_once
 
 from pagedtree import _C
 from pagedtree.tools.cubin import (
@@ -193,7 +193,7 @@ def test_a_step_asks_for_the_same_each_time(recorded: Recorded) -> None:
         assert all(Asked.read(line).name in asks_nothing for step in others for line in step), kind
 
 
-def test_calls_that_fail_are_told(recorded: Recorded) -> None:
+def test_failing_cuda_calls_raise(recorded: Recorded) -> None:
     """All raise but clusters of 16 CTAs, whose refusal is cleared; the same call then succeeds."""
     told, refusals = [], []
     for op, line, error, is_read, error_behind in recorded.failures:
@@ -233,7 +233,7 @@ def test_a_tensor_map_that_the_driver_refuses_is_done_without(recorded: Recorded
     assert [call.answer for call in maps] == ["fails", "ok"]  # K, then V
 
 
-def test_an_earlier_kernel_is_not_blamed_on_the_call(recorded: Recorded) -> None:
+def test_error_names_the_earlier_kernel(recorded: Recorded) -> None:
     lines, error = recorded.engines["wgmma, an earlier kernel's error"]
     assert lines[-1].endswith("fails")
     assert error.startswith("RuntimeError: CUDA: launch of ") and "planted (in a kernel before" in error

@@ -14,14 +14,14 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from cute_case import VECTORS as CUTE
-from simt_case import simt_library
+from support.doubles import cute_vectors, simt_library
 
 from pagedtree import tree_attention
 from pagedtree.check.case import environment
 from pagedtree.check.cases.attention import WGMMA_TILES, Sizes
 from pagedtree.testing import backends, use_backend
 
+CUTE = cute_vectors()
 SIMT = simt_library()
 pytestmark = pytest.mark.skipif(SIMT is None or "simt" not in backends(), reason="built without simt")
 PANEL = 64 * 128

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from attention_case import Target, check, once_per_backend, random_tree
+from support.attention import Target, check, once_per_backend, random_tree
 
 from pagedtree import DraftTree, attention_plan, tree_attention
 from pagedtree.check.cases.attention import plan_of

@@ -7,7 +7,7 @@ from itertools import combinations, product
 
 import pytest
 import torch
-from draft_checks import seeded
+from support import seeded
 from torch import Tensor
 
 from pagedtree import best_first_tree

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import calls
 import pytest
 import torch
-import torch.distributed as dist
 from calls import Call, mapped, tensors_of
-from device_case import default_dtype, slow_on_simt
-from raw_case import op_names, raw_calls
+from calls.raw import op_names, raw_calls
+from support.devices import default_dtype, slow_on_simt
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pagedtree._gradients import OPS_OF_INTEGERS
+import pagedtree
+from pagedtree._gradients import is_of_integers
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 NAMES = calls.names("calls.ops", "calls.recurrent")
 TRACEABLE = [name for name in NAMES if not calls.make(name).is_for_host]
-
-
-@pytest.fixture(autouse=True)
-def group() -> Iterator[None]:
-    """Destroys the process group: other tests make theirs."""
-    yield
-    if dist.is_initialized():
-        calls.ops.one_rank.cache_clear()
-        dist.destroy_process_group()
 
 
 def call_on(device: torch.device, name: str) -> Call:
@@ -54,6 +46,16 @@ def test_opcheck(backend: str, device: torch.device, op: str) -> None:
         torch.library.opcheck(call.function, (), call.arguments, test_utils=tests)
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("sharded_")])
+def test_shards_of_the_whole_ops(name: str) -> None:
+    """shards= gives the verdict of the name in `distributed`, which refuses to take this rank's columns for all."""
+    call, op = calls.make(name), name.removeprefix("sharded_")
+    found = getattr(pagedtree, op)(**call.arguments, shards=calls.ops.one_rank())
+    assert all(map(torch.equal, tensors_of(found), call.results()))
+    with pytest.raises(TypeError, match="shards: expected a VocabShards"):
+        getattr(pagedtree.distributed, op)(**call.arguments)
+
+
 @slow_on_simt
 @pytest.mark.parametrize("name", TRACEABLE)
 def test_compiled(backend: str, device: torch.device, name: str) -> None:
@@ -67,7 +69,7 @@ def test_compiled(backend: str, device: torch.device, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TRACEABLE)
-def test_without_values(backend: str, device: torch.device, name: str) -> None:
+def test_fake_tensors_match_results(backend: str, device: torch.device, name: str) -> None:
     call = call_on(device, name)
     with FakeTensorMode() as mode:
         fakes = call.mapped(mode.from_tensor).results()
@@ -139,7 +141,7 @@ def test_ops_of_integers(device: torch.device) -> None:
         ]
         if any(t.is_floating_point() for t in tensors_of([result, outputs])):
             of_floats.add(call.name.partition(".")[0])
-    assert of_floats == {name.partition(".")[0] for name in op_names()} - OPS_OF_INTEGERS
+    assert of_floats == {op for name in op_names() if not is_of_integers(op := name.partition(".")[0])}
 
 
 @pytest.mark.parametrize("name", [name for name in TRACEABLE if not calls.make(name).receiver])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from device_case import slow_on_simt
+from support.devices import slow_on_simt
 
 from pagedtree.check.cases.capture import KINDS, STEPS, Engine, captured
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from step_case import batch_of, commit_arguments, int32
+from calls.ops import commit_arguments
+from support import int32
+from support.batches import batch_of
 
 from pagedtree import Verdict, commit
 

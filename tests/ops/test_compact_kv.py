@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cache_case import compact_arguments, payload, prepared_compact
-from step_case import int32
+from support import int32
+from support.batches import compact_arguments, payload, prepared_compact
 from torch import Tensor
 
 from pagedtree import PreparedCompaction, compact_kv

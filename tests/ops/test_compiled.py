@@ -11,9 +11,8 @@ import calls
 import pytest
 import torch
 from calls import Call, mapped, tensors_of
-from page_case import ROOT, python_blocks
-from raw_case import op_names
-from step_case import int32
+from calls.raw import op_names
+from support import ROOT, int32, python_blocks
 from torch import Tensor, nn
 
 from pagedtree import append_kv, compact_kv

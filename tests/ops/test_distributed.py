@@ -6,11 +6,11 @@ import os
 import time
 from dataclasses import replace
 
-import lossless_case
 import pytest
 import torch
-from ranks import Ranks
-from shard_case import make_case, shards_of
+from support import exact
+from support.batches import tied_case
+from support.ranks import Ranks, shards_of
 
 from pagedtree import RequestOptions, SamplingParams, distributed
 from pagedtree.distributed import GroupError, Traffic, VocabShards
@@ -25,9 +25,9 @@ PARAMS = {
 
 def three_tokens(group: object, rule: str, law: str) -> tuple[float, list[list[int]]]:
     """Returns the first three tokens' distance from the target, and some of them."""
-    shards = shards_of(group, [0.34, 0.34], lossless_case.VOCAB)
-    tokens, _ = lossless_case.first_tokens(rule, law, [3, 1], "flat", 20_000, torch.device("cpu"), shards=shards)
-    return lossless_case.off_the_target(tokens, "flat"), tokens[:100].tolist()
+    shards = shards_of(group, [0.34, 0.34], exact.VOCAB)
+    tokens, _ = exact.first_tokens(rule, law, [3, 1], "flat", 20_000, torch.device("cpu"), shards=shards)
+    return exact.off_the_target(tokens, "flat"), tokens[:100].tolist()
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def three_tokens(group: object, rule: str, law: str) -> tuple[float, list[list[i
 def test_tokens_follow_the_target(ranks, rule, law):
     first, *others = ranks.run(three_tokens, 3, rule, law)
     assert all(other == first for other in others)
-    assert first[0] < lossless_case.LIMIT
+    assert first[0] < exact.LIMIT
 
 
 # ---- traffic
@@ -44,7 +44,7 @@ def test_tokens_follow_the_target(ranks, rule, law):
 
 def count_traffic(group: object, vocab: int, copies: int) -> dict[str, tuple[int, int, int]]:
     parents = [[-1, 0, 0, 1, 1, 2, 3]] * copies
-    case = make_case(vocab, torch.bfloat16, 0, parents)
+    case = tied_case(vocab, torch.bfloat16, 0, parents)
     shards = shards_of(group, [0.25, 0.25, 0.25], vocab)
     logits = shards.own(case.logits)
     found = {}
@@ -90,7 +90,7 @@ def test_words_do_not_grow_with_the_vocabulary(ranks):
 
 def disagree(group: object, what: str) -> None:
     vocab = 1003
-    case = make_case(vocab, torch.float32, 0)
+    case = tied_case(vocab, torch.float32, 0)
     shards = shards_of(group, [0.3, 0.4], vocab)
     params, batch = PARAMS["both"], case.trees.batch_size
     options = RequestOptions.from_lists(
@@ -143,7 +143,7 @@ def die(group: object, at_once: bool) -> float:
     """Rank 1 exits or stays silent; returns the others' waiting time."""
     rank = torch.distributed.get_rank(group)
     vocab = 1003
-    case = make_case(vocab, torch.float32, 0)
+    case = tied_case(vocab, torch.float32, 0)
     shards = shards_of(group, [0.3, 0.4], vocab)
     if rank == 1:
         if at_once:

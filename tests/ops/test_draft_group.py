@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
+from support.ranks import Ranks
 
 from pagedtree import Draft, DraftTree, TreeBatch
 from pagedtree.distributed import DraftGroup, GroupError, VocabShards
@@ -199,7 +199,7 @@ def begun(group: dist.ProcessGroup) -> None:
         drafts.propose(*arguments)
 
 
-def test_what_a_drafter_refuses_when_generate_begins_is_known_to_all(ranks):
+def test_drafter_refusal_reaches_all_ranks(ranks):
     first, *others = ranks.outcomes(begun, 3)
     assert isinstance(first, ValueError) and "drafter: expected params" in str(first)
     for other in others:

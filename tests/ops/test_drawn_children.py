@@ -8,13 +8,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from device_case import slow_on_simt
-from draft_checks import seeded
-from statistics_case import LIMIT, excess
+from support import seeded
+from support.devices import slow_on_simt
+from support.exact import LIMIT, excess
 from torch import Tensor
 
 from pagedtree import (
-    DraftState,
     SamplingParams,
     expand_tree,
     reference,
@@ -26,6 +25,7 @@ from pagedtree import (
     verify_sampled,
     verify_traversal,
 )
+from pagedtree.drafting import DraftState
 
 pytestmark = pytest.mark.usefixtures("on_device")
 

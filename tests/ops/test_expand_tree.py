@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from draft_checks import packed_trees, seeded
+from support import seeded
+from support.batches import packed_trees
 
 from pagedtree import expand_tree, rerank_tree, start_draft
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from step_case import int32
+from support import int32
 from torch import Tensor
 
 import pagedtree as pt

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from attention_case import Target, random_tree
-from cache_case import FP8, payload, raw
-from huge_case import sparse
 from numpy.random import default_rng
-from step_case import int32
+from support import int32
+from support.attention import Target, random_tree
+from support.batches import FP8, bytes_of, payload
+from support.memory import sparse
 from torch import Tensor
 
 from pagedtree import DraftTree, append_kv, compact_kv, tree_attention
@@ -45,7 +45,7 @@ def huge_copy(far: str, small: Tensor) -> Tensor:
 
 
 def same_pages(far: str, huge: Tensor, small: Tensor) -> bool:
-    return torch.equal(raw(huge[page_ids(far, small.shape[0])]), raw(small))
+    return torch.equal(bytes_of(huge[page_ids(far, small.shape[0])]), bytes_of(small))
 
 
 @pytest.mark.each_value
@@ -100,7 +100,7 @@ def test_append_kv(backend: str, device: torch.device, far: str, dim: int, dtype
     distant = sparse(k.shape, ((1 << 28) + 64, dim, 1), dtype).copy_(k)
     again = [cache.clone() for cache in small]
     append_kv(distant, v, *again, slots)
-    assert all(torch.equal(raw(a), raw(s)) for a, s in zip(again, small, strict=True))
+    assert all(torch.equal(bytes_of(a), bytes_of(s)) for a, s in zip(again, small, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
@@ -119,5 +119,5 @@ def test_compact_kv(backend: str, device: torch.device, far: str, dtype: torch.d
     }
     lengths = compact_kv(small, table, **moves)
     assert torch.equal(compact_kv(huge, table + int(page_ids(far, 1)[0]), **moves), lengths)
-    assert not any(torch.equal(raw(a), raw(b)) for a, b in zip(small, before, strict=True))
+    assert not any(torch.equal(bytes_of(a), bytes_of(b)) for a, b in zip(small, before, strict=True))
     assert all(same_pages(far, h, s) for h, s in zip(huge, small, strict=True))

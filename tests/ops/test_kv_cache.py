@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cache_case import FP8, raw
+from support.batches import FP8, bytes_of
 from torch import Tensor
 
 from pagedtree import append_kv
@@ -37,7 +37,7 @@ def test_append_rounds_to_fp8_as_torch(row_isa, device, dtype) -> None:
         nan = (expected & 0x7F) == 0x7F
         assert torch.equal((codes & 0x7F) == 0x7F, nan)
         assert torch.equal(codes[~nan], expected[~nan])
-        assert torch.equal(raw(cache[0]), raw(cache[1]))
+        assert torch.equal(bytes_of(cache[0]), bytes_of(cache[1]))
 
 
 def test_append_nothing(backend, device) -> None:

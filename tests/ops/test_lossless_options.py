@@ -12,9 +12,22 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from device_case import slow_on_simt
-from lossless_case import LIMIT, MODELS, first_tokens, off_the_target
-from rule_case import CHAIN, LOSSLESS, RULES, TREE, Distribution, Path, Questions, ToyPair, prefixes_of
+from support.batches import paths_of
+from support.devices import slow_on_simt
+from support.exact import (
+    CHAIN,
+    LIMIT,
+    LOSSLESS,
+    RULES,
+    TABLES,
+    TREE,
+    Distribution,
+    Path,
+    Questions,
+    ToyPair,
+    first_tokens,
+    off_the_target,
+)
 
 from pagedtree import RequestOptions, SamplingParams, reference
 from pagedtree.testing import use_backend
@@ -53,7 +66,7 @@ class PenalisedPair(ToyPair):
 
     def logits(self, parents: Sequence[int], drafts: Sequence[int]) -> list[list[float]]:
         """Returns raw logits by node."""
-        prefixes = prefixes_of(parents, drafts)
+        prefixes = paths_of(drafts, parents)
         return [[-math.inf if w is None else w * LN2 for w in self.weights(x)] for x in prefixes]
 
 
@@ -78,21 +91,11 @@ PARAMS = SamplingParams(
 
 
 @pytest.mark.parametrize(("rule", "law", "tree"), SOME, ids=str)
-def test_ops_decide_as_the_rules_do(device, rule, law, tree):
+def test_ops_match_exact_rules(device, rule, law, tree):
     exact, op = RULES[rule]
-    questions = Questions(3, tree)
-    for seed in range(2):
-        pair = PenalisedPair(3, seed)
-        for k, (_, tokens) in enumerate(pair.drafts(tree, law)):
-            if len(tree) < 4 or k % 9 == seed:
-                questions.ask_all(pair, law, tokens, exact)
+    questions = Questions.of_pairs(PenalisedPair, exact, law, tree, every=9)
     options = options_of(len(questions.expected), 3, device)
-    verdict = questions.answer(op, law, device, torch.float32, PARAMS, options=options)
-    assert len(questions.expected) > 30
-    for b, (path, tokens) in enumerate(questions.expected):
-        got = [n for n in verdict.accept_index[b].tolist() if n >= 0]
-        assert (got, verdict.tokens[b, : len(tokens)].tolist()) == (path, tokens), questions.coins[b]
-    assert (verdict.status == 0).all()
+    questions.check(questions.answer(op, law, device, torch.float32, PARAMS, options=options))
 
 
 # Whole steps ----------------------------------------------------------------------------------------------------------
@@ -114,7 +117,7 @@ PENALTIES = SamplingParams(temperature=0.8, repetition_penalty=1.4, presence_pen
     [
         pytest.param(*case, model, marks=[] if case in STEPS_IN_CORE and model == "flat" else pytest.mark.slow)
         for case in STEPS
-        for model in MODELS
+        for model in TABLES
     ],
     ids=str,
 )
@@ -133,7 +136,7 @@ def test_steps_drafted_by_expand_tree(backend, device, rule, law, branching, mod
 
 
 @pytest.mark.stats
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", TABLES)
 @pytest.mark.parametrize(("rule", "law", "branching"), STEPS, ids=str)
 def test_steps_closely(backend, device, rule, law, branching, model):
     if backend == "simt":

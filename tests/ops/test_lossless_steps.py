@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lossless_case import LIMIT, MODELS, first_tokens, off_the_target
+from support.exact import LIMIT, TABLES, first_tokens, off_the_target
 from torch import Tensor
 
-from pagedtree import DraftState, expand_tree
+from pagedtree.drafting import DraftState, expand_tree
 from pagedtree.testing import use_backend
 
 CASES = [
@@ -28,7 +28,7 @@ CASES = [
     [  # the core suite has one model per case
         pytest.param(*case, model, marks=[] if (i + j) % 2 == 0 else pytest.mark.slow)
         for i, case in enumerate(CASES)
-        for j, model in enumerate(MODELS)
+        for j, model in enumerate(TABLES)
     ],
     ids=str,
 )
@@ -44,7 +44,7 @@ def test_first_three_tokens(backend: str, device, rule, law, branching, model) -
 
 
 @pytest.mark.stats
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", TABLES)
 @pytest.mark.parametrize(("rule", "law", "branching"), CASES, ids=str)
 def test_first_three_tokens_closely(backend: str, device, rule, law, branching, model) -> None:
     if backend == "simt":

@@ -6,8 +6,8 @@ import contextlib
 
 import pytest
 import torch
-from memory_case import allocated, growth, resident
-from raw_case import RawCall, op_names, raw_calls
+from calls.raw import RawCall, op_names, raw_calls
+from support.memory import allocated, growth, resident
 
 
 def refused(call: RawCall) -> None:
@@ -21,7 +21,7 @@ def calls_of(name: str) -> list[RawCall]:
 
 
 @pytest.mark.parametrize("name", op_names())
-def test_ops_free_what_they_take(name: str) -> None:
+def test_ops_leak_no_memory(name: str) -> None:
     """A leaked string has 48 bytes, a tensor handle or optional value at least 24."""
     for call in calls_of(name):
         assert growth(call, 500, allocated) < 8

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import torch
-from attention_case import Target
+from support.attention import Target
 
 from pagedtree import DraftTree, merge_states, tree_attention
 

@@ -11,8 +11,8 @@ from random import Random
 
 import pytest
 import torch
-from draft_checks import packed_trees
-from step_case import int32
+from support import int32
+from support.batches import packed_trees
 
 from pagedtree import ngram_propose
 from pagedtree.reference.drafting import ngram_tree

@@ -66,7 +66,7 @@ def test_selections(left_out) -> None:
         check(rows.with_text(buffers, history, lengths), expected(numbers, names))
 
 
-def test_what_is_not_asked_for_is_not_made() -> None:
+def test_unused_options_make_no_tensor() -> None:
     rows = OptionRows(VOCAB, {}, [1, 2], has_counts=False, device=CPU)
     assert not rows.is_used and rows.of([0, 1], *texts_of([0, 1])) is None and rows.buffers(2) is None
     biased = OptionRows(VOCAB, {"bias": [{3: 1.0}]}, [1], has_counts=False, device=CPU).of([0], *texts_of([0]))

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from options_case import (
+from support.batches import (
     WEIGHED,
     batch_of,
+    check_verdict,
 )
-from verify_case import check
 
 from pagedtree import RequestOptions, SamplingParams, reference, sample, verify_rejection, verify_sampled
 
@@ -98,7 +98,7 @@ def test_overflow_is_the_largest_number(device, temperature):
             verify_sampled(logits, zero, batch_of([[-1]], device), params, **at),
             verify_rejection(logits, zero, batch_of([[-1]], device), params, draft_law="onehot", **at),
         ):
-            check(verdict, 0, [0], [2])
+            check_verdict(verdict, 0, [0], [2])
 
 
 @pytest.mark.parametrize("top_k", [3, 50])
@@ -135,14 +135,14 @@ def test_deep_paths(device):
     logits[:, 2], logits[:, 3] = 60.0, 60.0 - (turn - 0.5) / 64
     drafts = torch.full((count,), 2, device=device)
     zero = torch.zeros(1, dtype=torch.int64, device=device)
-    chain, path = batch_of([list(range(-1, count - 1))], device, count), list(range(turn + 1))
+    chain, path = batch_of([list(range(-1, count - 1))], device), list(range(turn + 1))
     params = SamplingParams(temperature=0.0, frequency_penalty=1 / 64)
     for op, law in [(verify_sampled, None), *WEIGHED]:
         keywords = {} if law is None else {"draft_law": law}
         if law in ("iid", "swor"):
             keywords["draft_probs"] = torch.full((count, 5), 0.2, device=device)
         verdict = op(logits, drafts, chain, params, seeds=zero, positions=zero, **keywords)
-        check(verdict, 0, path, [2] * turn + [3])
+        check_verdict(verdict, 0, path, [2] * turn + [3])
 
 
 def resident(which: str) -> int:
@@ -157,7 +157,7 @@ def test_no_memory_of_the_size_of_the_logits(backend, device):
     if backend == "cuda" or not reset.exists() or "LD_PRELOAD" in os.environ:
         pytest.skip("counts the memory of a process on Linux, without a sanitizer's own")
     vocab, batch, nodes = (2**18, 4, 1000) if backend == "cpu" else (2**14, 4, 1000)
-    trees = batch_of([[-1] + [0] * (nodes - 1)] * batch, device, nodes)
+    trees = batch_of([[-1] + [0] * (nodes - 1)] * batch, device)
     row = torch.randn(vocab, generator=torch.Generator().manual_seed(0)).half()
     logits, drafts = row.expand(batch * nodes, vocab), torch.arange(batch * nodes) % 50
     options = RequestOptions(

@@ -10,10 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from options_case import VOCAB, Case, good_case, hostile_options
-from step_case import int32
+from support import int32
+from support.batches import VOCAB, OptionCase, check_bounds, good_case, hostile_options
 from torch import Tensor
-from verify_case import check_bounds
 
 from pagedtree import (
     RequestOptions,
@@ -33,7 +32,7 @@ OPS = [verify_sampled, verify_rejection, verify_block, verify_traversal]
 each_op = pytest.mark.parametrize("op", [*OPS, sample], ids=lambda op: op.__name__)
 
 
-def run(op: Callable, case: Case, options: RequestOptions | None = None, **change: Any) -> tuple[Tensor, ...]:
+def run(op: Callable, case: OptionCase, options: RequestOptions | None = None, **change: Any) -> tuple[Tensor, ...]:
     keywords = {"grammar_mask": case.grammar_mask, "options": options or case.options, **case.streams}
     if op is sample:
         rows = len(case.seeds)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import calls
 import pytest
 import torch
-from draft_checks import packed_trees
-from step_case import int32
+from support import int32
+from support.batches import packed_trees
 
-from pagedtree import Draft, DraftTree, TreeBatch, medusa_propose, ngram_propose, rejected_predictions
+from pagedtree import Draft, DraftTree, TreeBatch, medusa_propose, ngram_propose
 from pagedtree._ops import ops
+from pagedtree.drafting import rejected_predictions
 from pagedtree.reference.drafting import ngram_tree
 from pagedtree.testing import decoy_propose
 
@@ -151,7 +152,7 @@ def test_medusa_bad_tree_values(backend: str) -> None:
 
 
 @pytest.mark.parametrize("max_nodes", [7, 9, 10, 40])
-def test_decoys(device: torch.device, max_nodes: int) -> None:
+def test_decoy_trees(device: torch.device, max_nodes: int) -> None:
     """Right tokens are each other's last children, never at their depth's row; -1 past the end."""
     texts = torch.tensor([[4, 0, 7, 2, 9], [5, 1, -1, -1, -1], [8, 8, 8, 8, 8]])
     active, depth, width = torch.tensor([True, False, True]), 3, (max_nodes - 1) // 3

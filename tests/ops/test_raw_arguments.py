@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from raw_case import RawCall, raw_call, raw_calls
-from step_case import int32
+from calls.raw import RawCall, raw_call, raw_calls
+from support import int32
 from torch import Tensor
 
 import pagedtree as pt
@@ -130,7 +130,7 @@ MESSAGES: list[tuple[str, Callable[[], Any]]] = [
 
 
 @pytest.mark.parametrize(("message", "call"), MESSAGES, ids=[message.partition(",")[0] for message, _ in MESSAGES])
-def test_messages_name_what_is_wrong(message: str, call: Callable[[], Any]) -> None:
+def test_messages_name_the_wrong_argument(message: str, call: Callable[[], Any]) -> None:
     with pytest.raises(RuntimeError, match=re.escape(message)):
         call()
 

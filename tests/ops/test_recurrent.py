@@ -6,11 +6,10 @@ import math
 from dataclasses import replace
 
 import pytest
-import recurrent_case as case
 import torch
-from draft_checks import seeded
-from recurrent_case import Layer, error, layer, paths_to, plain_dtype, trees_of  # noqa: F401
-from step_case import int32
+from support import int32, seeded
+from support import recurrent as case
+from support.recurrent import Layer, error, layer, paths_to, plain_dtype, trees_of  # noqa: F401
 from torch import Tensor
 
 import pagedtree as pt
@@ -65,7 +64,7 @@ def test_invariance(channels: bool) -> None:
 
 
 @pytest.mark.parametrize("channels", [False, True], ids=["head", "channel"])
-def test_nan_goes_down_alone(channels: bool) -> None:
+def test_nan_reaches_descendants_alone(channels: bool) -> None:
     """NaN reaches descendants; other nodes keep their bits."""
     trees = trees_of([40, 9], 3, reach=4)
     of, below = layer(trees, channels=channels), trees.mask[:40, 0] & (1 << 5) != 0

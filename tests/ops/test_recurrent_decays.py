@@ -6,10 +6,10 @@ import math
 from dataclasses import replace
 
 import pytest
-import recurrent_case as case
 import torch
-from recurrent_case import Layer, error, layer, paths_to, plain_dtype, trees_of  # noqa: F401
-from step_case import int32
+from support import int32
+from support import recurrent as case
+from support.recurrent import Layer, error, layer, paths_to, plain_dtype, trees_of  # noqa: F401
 
 import pagedtree as pt
 from pagedtree.reference import recurrent as loops
@@ -45,7 +45,7 @@ def test_equals_loops(strength: float, with_beta: bool) -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("strength", STRENGTHS)
 @pytest.mark.parametrize(("reach", "channels"), [(2, True), (6, True), (6, False)])
-def test_a_path_alone_decides(strength: float, reach: int, channels: bool) -> None:
+def test_tree_paths_match_the_causal_op(strength: float, reach: int, channels: bool) -> None:
     """Root-to-leaf paths equal the causal op bit for bit."""
     trees = trees_of([48], 11, reach=reach)
     of = decayed(trees, strength, channels=channels, slots=[1])
@@ -71,7 +71,7 @@ def test_not_worse_than_transformers(strength: float) -> None:
 
 
 @pytest.mark.parametrize("channels", [False, True], ids=["head", "channel"])
-def test_what_the_root_forgets_has_no_weight(channels: bool) -> None:
+def test_infinite_decay_erases_the_state(channels: bool) -> None:
     """A decay of -inf erases a huge state."""
     of = layer(trees_of([12, 3]), channels=channels)
     of.g[of.trees.cu_nodes[:-1].long()] = -math.inf  # type: ignore[union-attr]

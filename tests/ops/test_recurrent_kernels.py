@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from recurrent_case import Layer, error, layer, paths_to, plain_dtype, trees_of  # noqa: F401
-from step_case import int32
+from support import int32
+from support.recurrent import Layer, error, layer, paths_to, plain_dtype, trees_of  # noqa: F401
 
 from pagedtree import advance_state, build_trees
 from pagedtree.reference import recurrent as loops
@@ -94,7 +94,7 @@ def test_rows_may_lie_anywhere() -> None:
     assert torch.equal(replace(of, **moved).run(), out)
 
 
-def test_what_trees_leave_is_cleared() -> None:
+def test_rows_outside_trees_are_zeroed() -> None:
     """Rows outside trees are zeroed, whatever memory held."""
     trees = build_trees(int32([7, 7, -1, 0, 0, -1, 0, 5, 9, 9]), int32([2, 5, 8]), max_nodes=2, max_depth=1)
     of = layer(trees, dims=(32, 72))

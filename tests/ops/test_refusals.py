@@ -14,14 +14,14 @@ from typing import Any
 import calls
 import pytest
 import torch
-from attention_case import HEAD_SIZES, prepared_attention
-from cache_case import FP8, prepared_compact, raw
 from calls import tensors_of
-from device_case import made_on
-from step_case import int32
+from support import int32
+from support.attention import HEAD_SIZES, prepared_attention
+from support.batches import FP8, bytes_of, prepared_compact
+from support.devices import made_on
 from torch import Tensor
 
-from pagedtree import DraftState, DraftTree, RequestOptions, SamplingParams, Verdict
+from pagedtree import DraftTree, RequestOptions, SamplingParams, Verdict, drafting
 
 Changes = dict[str, Any]  # argument -> value, or function of the valid one
 Table = dict[str, list[tuple[Changes, str]]]
@@ -45,7 +45,7 @@ def counts(change: Callable[[Tensor], Tensor]) -> Callable[[RequestOptions], Req
     return lambda options: replace(options, output_counts=change(options.output_counts))
 
 
-def with_frontier(count: int) -> Callable[[DraftState], DraftState]:
+def with_frontier(count: int) -> Callable[[drafting.DraftState], drafting.DraftState]:
     return lambda state: replace(state, frontier=state.frontier[:, :count])
 
 
@@ -502,14 +502,14 @@ def refuses(device: torch.device, name: str, changes: Changes, message: str) -> 
             new = change(call.arguments[key]) if callable(change) else change
         call.arguments[key] = new.to(device) if isinstance(new, Tensor) else new
     outputs = [t for key in call.written for t in tensors_of(call.arguments[key])]
-    before = [raw(t).clone() for t in outputs]
+    before = [bytes_of(t).clone() for t in outputs]
     op = call.function.__name__
     said = message if "must have" in message else message.replace("` ", "` must be ", 1)
     expected = f"^{op}: {re.escape(said)}".replace(re.escape("..."), ".*")
     for form in (call.function, *(FORMS[op] for _ in range(op in FORMS))):
         with pytest.raises(ValueError, match=expected):
             form(**call.arguments)
-        assert all(torch.equal(raw(t), old) for t, old in zip(outputs, before, strict=True))
+        assert all(torch.equal(bytes_of(t), old) for t, old in zip(outputs, before, strict=True))
 
 
 def each_row(table: Table) -> pytest.MarkDecorator:

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from draft_checks import packed_trees, seeded
 from hypothesis import given
 from hypothesis import strategies as st
+from support import seeded
+from support.batches import packed_trees
 
-from pagedtree import DraftState, expand_tree, rerank_tree, start_draft
+from pagedtree.drafting import DraftState, expand_tree, rerank_tree, start_draft
 
 pytestmark = pytest.mark.usefixtures("on_device")
 

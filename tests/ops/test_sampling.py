@@ -8,8 +8,8 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
-from sampling_case import random_words
-from statistics_case import LIMIT, excess
+from support.batches import random_words
+from support.exact import LIMIT, excess
 from torch import Tensor
 
 from pagedtree import SamplingParams, reference, sample

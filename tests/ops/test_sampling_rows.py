@@ -7,9 +7,9 @@ import re
 
 import pytest
 import torch
-from device_case import placed
-from sampling_case import random_words
-from simt_case import base_of, intercepted_launches, simt_library, symbols_of
+from support.batches import random_words
+from support.devices import placed
+from support.doubles import base_of, intercepted_launches, simt_library, symbols_of
 from torch import Tensor
 
 from pagedtree import SamplingParams, sample, token_logprobs
@@ -122,7 +122,7 @@ def test_draws_on_chip_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch, kin
     ],
     ids=str,
 )
-def test_which_rows_are_left_to_another_kernel(monkeypatch, sampling, left):
+def test_rows_of_long_lists_run_in_the_second_kernel(monkeypatch, sampling, left):
     """More than 512 tokens by top-k or top-p are left; min-p alone has no list."""
     monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "1:227:1")
     monkeypatch.setenv("PAGEDTREE_ENGINE", "wgmma")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_case import Target, check, once_per_backend, random_tree
+from support.attention import Target, check, once_per_backend, random_tree
 from torch import Tensor
 
 from pagedtree import DraftTree, tree_attention

@@ -4,9 +4,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from draft_checks import seeded
-from recurrent_case import trees_of
-from step_case import int32
+from support import int32, seeded
+from support.recurrent import trees_of
 
 from pagedtree import DraftTree, TreeBatch, select_nodes
 

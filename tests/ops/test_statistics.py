@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from statistics_case import LIMIT, excess
+from support.exact import LIMIT, excess
 from torch import Tensor
 
 from pagedtree import SamplingParams, reference, sample

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from attention_case import Target, check, on_host, once_per_backend
-from device_case import placed
+from support.attention import Target, check, on_host, once_per_backend
+from support.devices import placed
 
 from pagedtree import DraftTree, PreparedAttention, reference, tree_attention
 
@@ -177,7 +177,7 @@ def test_settings_that_cannot_be(
         tree_attention(**small(target))
 
 
-def test_what_the_kernels_need(target: Target) -> None:
+def test_cache_rows_are_aligned_to_16_bytes(target: Target) -> None:
     """Cache rows are at multiples of 16 bytes."""
     if target.backend == "cpu":
         pytest.skip("the cpu backend takes any")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from step_case import int32
+from support import int32
 from torch import Tensor
 
 from pagedtree import DraftTree, TreeBatch, build_trees, medusa_propose

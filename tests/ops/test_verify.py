@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from simt_case import base_of, intercepted_launches, simt_library, symbols_of
+from support.doubles import base_of, intercepted_launches, simt_library, symbols_of
 
 from pagedtree import DraftTree, SamplingParams, TreeBatch, sample, verify_greedy, verify_sampled, verify_tokens
 from pagedtree.testing import use_backend
@@ -18,7 +18,7 @@ from pagedtree.testing import use_backend
     [("greedy", ["walk_sm90"]), ("sampled", ["walk_sm90", "walk"]), ("shifted", ["walk"]), ("masked", ["walk"]),
      ("untested", ["walk"]), ("odd", ["walk"]), ("large", ["walk"])],
 )  # fmt: skip
-def test_which_kernels_walk(monkeypatch, case, kernels):
+def test_kernel_choice_by_shared_memory(monkeypatch, case, kernels):
     """A cluster's memory holds the rows; filtered ones go to the other kernel."""
     monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "4:99:4")
     monkeypatch.setenv("PAGEDTREE_ENGINE", "mma.sync" if case == "untested" else "wgmma")

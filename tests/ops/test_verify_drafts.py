@@ -9,9 +9,9 @@ from fractions import Fraction
 
 import pytest
 import torch
-from rule_case import CHAIN, LOSSLESS, PAIR, RULES, STAIR, TREE, Questions, ToyPair
-from simt_case import base_of, intercepted_launches, simt_library, symbols_of
-from verify_case import batch_of, streams
+from support.batches import batch_of, streams
+from support.doubles import base_of, intercepted_launches, simt_library, symbols_of
+from support.exact import CHAIN, LOSSLESS, PAIR, RULES, STAIR, TREE, Questions, ToyPair
 
 from pagedtree import (
     SamplingParams,
@@ -106,25 +106,13 @@ def test_joint_rules_accept_no_less():
 
 
 @pytest.mark.parametrize(("rule", "law", "tree"), LOSSLESS, ids=str)
-def test_ops_decide_as_the_rules_do(device, rule, law, tree):
+def test_ops_match_exact_rules(device, rule, law, tree):
     """Injected coins test both sides of every bound."""
     exact, op = RULES[rule]
-    questions = Questions(3, tree)
-    for seed in range(2):
-        pair = ToyPair(3, seed)
-        for k, (_, tokens) in enumerate(pair.drafts(tree, law)):
-            if len(tree) < 4 or k % 5 == seed:
-                questions.ask_all(pair, law, tokens, exact)
-        dropped = [0] + [-1 if node % 2 else 1 for node in range(1, len(tree))]
-        questions.ask_all(pair, law, dropped, exact)
+    questions = Questions.of_pairs(ToyPair, exact, law, tree, every=5)
     dtype = {"rejection": torch.float32, "block": torch.float16, "traversal": torch.bfloat16}[rule]
-    verdict = questions.answer(op, law, device, dtype)
     assert len(questions.expected) > 50
-    for b, (path, tokens) in enumerate(questions.expected):
-        got = [n for n in verdict.accept_index[b].tolist() if n >= 0]
-        assert (got, verdict.tokens[b, : len(tokens)].tolist()) == (path, tokens), questions.coins[b]
-        assert (verdict.tokens[b, len(tokens) :] == -1).all() and verdict.num_accepted[b] == len(path) - 1
-    assert (verdict.status == 0).all()
+    questions.check(questions.answer(op, law, device, dtype))
 
 
 def test_coins_stay_below_one(device):
@@ -139,7 +127,7 @@ def test_coins_stay_below_one(device):
 
 @pytest.mark.parametrize("vocab", [4, 33, 2500])
 @pytest.mark.parametrize("law", ["iid", "swor"])
-def test_what_rounding_leaves_is_nothing(device, law, vocab):
+def test_residual_of_rounding_is_the_target(device, law, vocab):
     """Where p == q up to rounding, and q cannot have drawn the last draft, the bonus comes from p."""
     count, generator = 40, torch.Generator().manual_seed(vocab)
     logits = torch.randn(4 * count, vocab, generator=generator) * 2

@@ -13,10 +13,19 @@ import torch
 from calls import changed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from options_case import VOCAB, WEIGHED, good_case
-from step_case import int32
+from support import int32
+from support.batches import (
+    BAD_ROW,
+    MALFORMED,
+    VOCAB,
+    WEIGHED,
+    batch_of,
+    check_bounds,
+    check_verdict,
+    good_case,
+    streams,
+)
 from torch import Tensor
-from verify_case import BAD_ROW, MALFORMED, batch_of, check, check_bounds, streams
 
 from pagedtree import (
     SamplingParams,
@@ -83,13 +92,13 @@ def test_links_that_loop(device, link):
     sibling[1] = link
     drafts = torch.tensor([0, 0, 0], device=device)
     verdict = verify_greedy(logits, drafts, replace(trees, next_sibling=sibling))
-    check(verdict, 0, [0], [1], status=0 if link == -1 else MALFORMED)
+    check_verdict(verdict, 0, [0], [1], status=0 if link == -1 else MALFORMED)
     child = trees.first_child.clone()
     child[0] = link
     drafts = torch.tensor([1, 1, 1], device=device)
     verdict = verify_greedy(logits, drafts, replace(trees, first_child=child))
     path = [0, 1] if link == 1 else [0]
-    check(verdict, 0, path, [1] * len(path), status=0 if link in (1, -1) else MALFORMED)
+    check_verdict(verdict, 0, path, [1] * len(path), status=0 if link in (1, -1) else MALFORMED)
 
 
 def test_block_follows_first_children_only(device, value_checks, monkeypatch):
@@ -102,8 +111,8 @@ def test_block_follows_first_children_only(device, value_checks, monkeypatch):
         verify_block(logits, drafts, trees, SamplingParams(), **keywords)
     monkeypatch.delenv("PAGEDTREE_CHECK")
     verdict = verify_block(logits, drafts, trees, SamplingParams(), **keywords)
-    check(verdict, 0, [0, 1, 3, 4], [1, 1, 1, 1], status=MALFORMED)
-    check(verdict, 1, [0, 1, 2, 3], [1, 1, 1, 1])
+    check_verdict(verdict, 0, [0, 1, 3, 4], [1, 1, 1, 1], status=MALFORMED)
+    check_verdict(verdict, 1, [0, 1, 2, 3], [1, 1, 1, 1])
 
 
 # Refusals -------------------------------------------------------------------------------------------------------------
@@ -164,6 +173,20 @@ def test_refusals(name: str) -> None:
             value = getattr(value, key)
         with pytest.raises(ValueError, match=f"{name}: {message}"):
             call.function(**changed(arguments, path, wrong(value)))
+
+
+@pytest.mark.parametrize("name", (*EVERY, "verify_tokens"))
+def test_draft_and_its_parts(name: str) -> None:
+    """A `Draft`, with params behind it, is its parts in the flat form, and none of them may come a second time."""
+    call = calls.make(name)
+    given = calls.ops.with_draft(call.arguments)
+    order = ("tokens" if name == "verify_tokens" else "logits", "draft_tokens", "params")
+    positional = [given.pop(key) for key in order if key in given]
+    found = call.function(*positional, **given)
+    assert all(map(torch.equal, found, call.results()))
+    for key in {"trees", "draft_probs", "draft_rows"} & call.arguments.keys():
+        with pytest.raises(ValueError, match=f"{name}: `{key}` must be None with a Draft"):
+            call.function(**calls.ops.with_draft(call.arguments), **{key: call.arguments[key]})
 
 
 @pytest.mark.parametrize("name", RATIO[:2])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import graph_case
 import torch
+from support import doubles
 
 from pagedtree.integrations import jetspec
 
 
-class Graph(graph_case.Graph):
+class Graph(doubles.Graph):
     def replay(self) -> None:
         with torch.inference_mode():
             super().replay()
@@ -18,7 +18,7 @@ class Graph(graph_case.Graph):
 
 
 setattr(torch.cuda, "CUDAGraph", Graph)  # noqa: B010
-setattr(torch.cuda, "graph", graph_case.Recording)  # noqa: B010
+setattr(torch.cuda, "graph", doubles.Recording)  # noqa: B010
 torch.cuda.synchronize = lambda *args: None
 torch.Tensor.cuda = lambda self, *args, **options: self  # type: ignore[method-assign]
 setattr(torch, "compile", lambda function=None, **options: function)  # noqa: B010 (a traced function is not recorded)

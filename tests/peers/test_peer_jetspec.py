@@ -43,7 +43,7 @@ def run(tree: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([PYTHON, *arguments], cwd=tree, env=environment, stdout=subprocess.PIPE, text=True)
 
 
-def test_their_tests(tree: Path) -> None:
+def test_jetspec_tests_pass(tree: Path) -> None:
     options = "-q", "-p", "jetspec_on_cpu", "-p", "no:cacheprovider", "--junitxml", "report.xml"
     done = run(tree, "-m", "pytest", *options, "tests")
     cases = [*ElementTree.parse(tree / "report.xml").iter("testcase")]
@@ -51,7 +51,7 @@ def test_their_tests(tree: Path) -> None:
     assert failed == FAIL_WITH_THEIR_OPS and len(cases) > 200, done.stdout[-4000:]
 
 
-def test_their_loop(tree: Path) -> None:
+def test_jetspec_loop_matches_plain_texts(tree: Path) -> None:
     """Greedy texts are its loop's, sampled ones plain sampling's, for right and wrong drafters."""
     done = run(tree, ROOT / "examples" / "jetspec_loop.py")
     assert done.returncode == 0 and done.stdout.count("5 of 5 texts equal") == 4, done.stdout

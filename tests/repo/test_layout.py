@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from mutant_list import MUTANTS
+from support.mutants import MUTANTS
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"

@@ -285,7 +285,7 @@ def make_sdist(folder: Path) -> Path:
     return archive
 
 
-def test_sdist_holds_what_the_build_needs(tmp_path):
+def test_sdist_holds_build_sources(tmp_path):
     archive = make_sdist(tmp_path)
     with tarfile.open(archive) as tar:
         names = {member.name.partition("/")[2] for member in tar.getmembers() if member.isfile()}

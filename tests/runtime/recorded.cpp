@@ -1,5 +1,5 @@
 // Replaces CUDA's runtime under nvcc's objects of csrc/cuda, without a GPU: records every call, refuses it if such a
-// device would, executes no kernel. recorded_case.py loads it as simt, so that Torch's ops on CPU tensors reach it.
+// device would, executes no kernel. support/recorded.py loads it as simt, so that Torch's ops on CPU tensors reach it.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
@@ -119,7 +119,7 @@ class Recorded final : public pagedtree::Backend {
 
 }  // namespace
 
-// ---- for recorded_case.py
+// ---- for support/recorded.py
 
 #define RECORDED_EXPORT extern "C" __attribute__((visibility("default")))
 

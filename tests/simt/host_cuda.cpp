@@ -90,18 +90,29 @@ class HostCall {
     if (generator_ != nullptr) generator_->place(DeviceType::CUDA);
     for (auto& [on_device, on_host] : pairs_) follow(on_device, on_host);
     const size_t returns = op_.schema().returns().size();
-    for (size_t i = stack_->size() - returns; i < stack_->size(); ++i) give((*stack_)[i]);
+    for (size_t i = stack_->size() - returns; i < stack_->size(); ++i)
+      replace((*stack_)[i], [&](const at::Tensor& t) { return on_device(t); });
   }
 
  private:
-  void take(IValue& value) {
+  // Replaces a tensor, or each of a list, by `change` of it; false for other values.
+  template <typename Change>
+  static bool replace(IValue& value, Change change) {
     if (value.isTensor()) {
-      value = on_host(value.toTensor());
+      value = change(value.toTensor());
     } else if (value.isTensorList()) {
       c10::List<at::Tensor> list;
-      for (const at::Tensor& t : value.toTensorList()) list.push_back(on_host(t));
+      for (const at::Tensor& t : value.toTensorList()) list.push_back(change(t));
       value = list;
-    } else if (value.isOptionalTensorList()) {
+    } else {
+      return false;
+    }
+    return true;
+  }
+
+  void take(IValue& value) {
+    if (replace(value, [&](const at::Tensor& t) { return on_host(t); })) return;
+    if (value.isOptionalTensorList()) {
       c10::List<std::optional<at::Tensor>> list;
       for (const std::optional<at::Tensor>& t : value.toOptionalTensorList()) {
         list.push_back(t.has_value() ? std::optional(on_host(*t)) : t);
@@ -146,16 +157,6 @@ class HostCall {
     TensorImpl* impl = on_device.unsafeGetTensorImpl();
     if (on_host.sizes() != on_device.sizes() || on_host.strides() != on_device.strides()) {
       impl->set_sizes_and_strides(on_host.sizes(), on_host.strides(), on_host.storage_offset());
-    }
-  }
-
-  void give(IValue& value) {
-    if (value.isTensor()) {
-      value = on_device(value.toTensor());
-    } else if (value.isTensorList()) {
-      c10::List<at::Tensor> list;
-      for (const at::Tensor& t : value.toTensorList()) list.push_back(on_device(t));
-      value = list;
     }
   }
 

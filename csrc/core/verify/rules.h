@@ -26,6 +26,9 @@ namespace pagedtree {
 
 enum class DraftLaw : int32_t { kIid, kSwor, kOneHot };
 
+// What a rule needs: trees that are chains, children that were drawn, RatioParams::frames.
+enum RuleNeeds { kNoNeeds = 0, kChains = 1, kDrawn = 2, kFrames = 4 };
+
 struct TraversalFrame;  // core/verify/traversal.h
 
 struct RatioParams {

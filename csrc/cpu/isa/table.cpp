@@ -11,13 +11,12 @@
 // clang-format off
 #define PT_EACH_ROW_KERNEL(X) \
   X(sample) X(token_logprobs) X(quantize_e4m3) X(rotate_heads) X(top_tokens) X(draw_children) \
-  X(verify_sampled) X(verify_rejection) X(verify_block) X(verify_typical) X(verify_traversal) X(step_shard) X(weigh_shard) \
-  X(delta_rule) X(conv1d)
+  X(verify_sampled) PT_EACH_WALK(X, X) X(step_shard) X(weigh_shard) X(delta_rule) X(conv1d)
 // clang-format on
 
 namespace pagedtree::cpu::PAGEDTREE_ROWS_ISA {
 
-#define PT_DECLARE(kernel) std::remove_pointer_t<decltype(IsaKernels::kernel)> kernel;
+#define PT_DECLARE(kernel, ...) std::remove_pointer_t<decltype(IsaKernels::kernel)> kernel;
 PT_EACH_ROW_KERNEL(PT_DECLARE)
 
 }  // namespace pagedtree::cpu::PAGEDTREE_ROWS_ISA
@@ -25,7 +24,7 @@ PT_EACH_ROW_KERNEL(PT_DECLARE)
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
 const IsaKernels& kernels() {
-#define PT_ENTRY(kernel) .kernel = PAGEDTREE_ROWS_ISA::kernel,
+#define PT_ENTRY(kernel, ...) .kernel = PAGEDTREE_ROWS_ISA::kernel,
   static constexpr IsaKernels table = {.name = PT_STRING(PAGEDTREE_ISA),
                                        .attend = attend,
                                        .merge_pieces = merge_pieces,

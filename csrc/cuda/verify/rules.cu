@@ -1,8 +1,6 @@
 // The rules of core/verify that weigh the target's distribution against the draft's: one cluster per tree.
-#include "core/verify/block.h"
-#include "core/verify/rejection.h"
-#include "core/verify/traversal.h"
-#include "core/verify/typical.h"
+#define PT_WITH_WALKS
+#include "core/verify/table.h"
 #include "cuda/backend.h"
 #include "cuda/tile/launch.cuh"
 #include "cuda/verify/kept_rows.cuh"
@@ -10,14 +8,14 @@
 namespace pagedtree::cuda {
 namespace {
 
-enum class Rule : int32_t { kRejection, kBlock, kTypical, kTraversal };
+#define PT_RULE(op, Params, Name, ...) k##Name,
+enum class Rule : int32_t { PT_EACH_WALK(PT_RULE, PT_RULE) };
 
 template <Rule kRule, typename Rows>
 __device__ __forceinline__ void walk_by(const RatioParams& p, int64_t b, Rows rows) {
-  if constexpr (kRule == Rule::kRejection) walk_rejection(p, b, rows);
-  if constexpr (kRule == Rule::kBlock) walk_block(p, b, rows);
-  if constexpr (kRule == Rule::kTypical) walk_typical(p, b, rows);
-  if constexpr (kRule == Rule::kTraversal) walk_traversal(p, b, rows);
+#define PT_WALK(op, Params, Name, walk, ...) \
+  if constexpr (kRule == Rule::k##Name) walk(p, b, rows);
+  PT_EACH_WALK(PT_WALK, PT_WALK)
 }
 
 // Over lists of kept tokens. A tree that has another row is left to the kernels below.
@@ -58,15 +56,8 @@ void walk_trees(const RatioParams& p, const ExecContext& ctx) {
 
 }  // namespace
 
-void CudaBackend::verify_rejection(const RatioParams& p, const ExecContext& ctx) const {
-  walk_trees<Rule::kRejection>(p, ctx);
-}
-void CudaBackend::verify_block(const RatioParams& p, const ExecContext& ctx) const { walk_trees<Rule::kBlock>(p, ctx); }
-void CudaBackend::verify_typical(const RatioParams& p, const ExecContext& ctx) const {
-  walk_trees<Rule::kTypical>(p, ctx);
-}
-void CudaBackend::verify_traversal(const RatioParams& p, const ExecContext& ctx) const {
-  walk_trees<Rule::kTraversal>(p, ctx);
-}
+#define PT_HOST(op, Params, Name, ...) \
+  void CudaBackend::op(const Params& p, const ExecContext& ctx) const { walk_trees<Rule::k##Name>(p, ctx); }
+PT_EACH_WALK(PT_HOST, PT_HOST)
 
 }  // namespace pagedtree::cuda

@@ -52,7 +52,7 @@ class DraftStats:
 class DraftGroup:
     """A drafter on the first `size` ranks of the target's group, whose proposals all ranks receive.
 
-    It implements `pagedtree.integrations.transformers.Drafter`, and all ranks of the group construct and call it
+    It implements `pagedtree.generation.drafters.Drafter`, and all ranks of the group construct and call it
     together. Drafting runs in a separate thread between `start` and `propose`, overlapping other work of the target
     such as compacting its cache. Other ranks do only that work.
 

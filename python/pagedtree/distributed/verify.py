@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+import pagedtree
 from pagedtree._arguments import expect_type
 from pagedtree._ops import call, ops, register_fake
 from pagedtree.distributed.protocol import END_WORDS, LEFT_WORDS, ROW_WORDS, Round, Weigh, num_digits
@@ -17,182 +20,89 @@ from pagedtree.sampling_params import SamplingParams
 from pagedtree.tree import MAX_NODES, TreeBatch
 from pagedtree.verify import Verdict, empty_verdict
 
-__all__ = ["sample", "verify_greedy", "verify_rejection", "verify_sampled"]
+__all__ = ["sample", "sample_shards", "verify_greedy", "verify_rejection", "verify_sampled", "verify_shards"]
 
 GREEDY = SamplingParams(temperature=0.0)
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-def sample(
+
+def _on_shards(function: Callable[P, R]) -> Callable[P, R]:
+    """Makes `shards` required."""
+
+    @wraps(function)
+    def on_shards(*args: P.args, **kwargs: P.kwargs) -> R:
+        expect_type("shards", kwargs.get("shards"), VocabShards)
+        return function(*args, **kwargs)
+
+    return on_shards
+
+
+sample, verify_greedy = _on_shards(pagedtree.sample), _on_shards(pagedtree.verify_greedy)
+verify_rejection, verify_sampled = _on_shards(pagedtree.verify_rejection), _on_shards(pagedtree.verify_sampled)
+
+
+def sample_shards(
+    shards: VocabShards,
     logits: Tensor,
     params: SamplingParams,
-    *,
     seeds: Tensor,
     positions: Tensor,
-    shards: VocabShards,
-    grammar_mask: Tensor | None = None,
-    options: RequestOptions | None = None,
+    grammar_mask: Tensor | None,
+    options: RequestOptions | None,
 ) -> Tensor:
-    """Samples as `pagedtree.sample` from vocabulary shards: the same tokens, int64 [R], on every rank.
-
-    Args:
-        logits: [R, shards.num_tokens], this rank's columns; see `pagedtree.sample`.
-        params, seeds, positions: the same on all ranks.
-        shards: each rank's columns.
-        grammar_mask: bool [R, num_tokens] or packed int32 [R, ceil(num_tokens / 32)], for this rank's columns.
-        options: over the whole vocabulary, the same on all ranks.
-
-    Raises ValueError for wrong shapes, dtypes or devices, and where the ranks' arguments differ; GroupError where a
-    rank does not answer.
-    """
+    """`pagedtree.sample` on vocabulary shards."""
     masked = grammar_mask is not None
     _agree("sample", shards, logits, params, options=options, seeds=seeds, positions=positions, masked=masked)
-    rows = _Rows(shards, logits, params, grammar_mask, options=options, positions=positions)
-    words = rows.find_winners(seeds)
+    words = _Rows(shards, logits, params, grammar_mask, options=options, positions=positions).find_winners(seeds)
     return ~words[:, 0] & 0xFFFFFFFF
 
 
-def verify_greedy(
+def verify_shards(
+    rule: str,
+    shards: VocabShards,
     logits: Tensor,
     draft_tokens: Tensor,
     trees: TreeBatch,
+    params: SamplingParams | None,
     *,
-    shards: VocabShards,
-    grammar_mask: Tensor | None = None,
-    draft_to_target: Tensor | None = None,
-    tokens_left: Tensor | None = None,
-) -> Verdict:
-    """Verifies as `pagedtree.verify_greedy` from vocabulary shards: the same `Verdict` on every rank.
-
-    Args:
-        logits: [N, shards.num_tokens], this rank's columns.
-        draft_tokens, trees, draft_to_target, tokens_left: see `pagedtree.verify_greedy`; the same on all ranks. Ids
-            refer to the whole vocabulary.
-        shards: each rank's columns.
-        grammar_mask: bool [N, num_tokens] or packed int32 [N, ceil(num_tokens / 32)], for this rank's columns.
-
-    Traffic: 16 bytes per row.
-
-        for each row: words = max over ranks of (largest logit, then lowest id), and whether there is a NaN
-        walk the trees as pagedtree.verify_greedy does, on each rank alone
-
-    Raises ValueError for wrong shapes, dtypes or devices, and where the ranks' arguments differ (compared where tensors
-    are on the CPU, or with PAGEDTREE_CHECK=1); GroupError where a rank does not answer.
-    """
-    _agree(
-        "verify_greedy", shards, logits, None, trees, draft_tokens, draft_to_target,
-        tokens_left=tokens_left, masked=grammar_mask is not None,
-    )  # fmt: skip
-    rows = _Rows(shards, logits, GREEDY, grammar_mask, trees)
-    return rows.follow(rows.find_winners(), draft_tokens, draft_to_target, tokens_left)
-
-
-def verify_sampled(
-    logits: Tensor,
-    draft_tokens: Tensor,
-    trees: TreeBatch,
-    params: SamplingParams,
-    *,
-    seeds: Tensor,
-    positions: Tensor,
-    shards: VocabShards,
-    grammar_mask: Tensor | None = None,
-    draft_to_target: Tensor | None = None,
-    tokens_left: Tensor | None = None,
+    grammar_mask: Tensor | None,
+    draft_to_target: Tensor | None,
+    tokens_left: Tensor | None,
     options: RequestOptions | None = None,
+    draft_params: SamplingParams | None = None,
+    **given: Any,
 ) -> Verdict:
-    """Verifies as `pagedtree.verify_sampled` from vocabulary shards: the same `Verdict` on every rank.
-
-    The verdict equals `pagedtree.verify_sampled` on the whole logits bit for bit: noise depends on the token alone,
-    filter masses are integers, and every other decision is a maximum.
-
-    Args:
-        logits, draft_tokens, trees, shards, grammar_mask, draft_to_target, tokens_left: see `verify_greedy`.
-        params, seeds, positions: the same on all ranks.
-        options: over the whole vocabulary, the same on all ranks.
-
-    All rows are read at once, so the number of exchanges is fixed. Traffic per row:
-
-        16 bytes for the largest logit
-        128 bytes for each digit of the threshold, if there is a top_k, and as many if there is a top_p
-            (bfloat16 has 4 digits, float16 5, float32 8, and any dtype 8 under options); 8 bytes for the tokens that
-            tie at it
-        8 bytes for the winner of the race
-        8 bytes to learn whether a non-stop token is left, if options have stop ids
-
-    Host scalars top_k and top_p that filter nothing cost nothing; tensors always count.
-
-    Raises as `verify_greedy`.
-    """
-    masked = grammar_mask is not None
+    """`pagedtree.verify_<rule>` on vocabulary shards."""
+    op, probs, max_children = f"verify_{rule}", given.get("draft_probs"), given.get("max_children")
+    if draft_params is not None:
+        raise ValueError(f"{op}: `draft_params` must be None with shards, got {type(draft_params).__name__}")
+    if probs is not None:
+        expect_type("draft_probs", probs, Tensor)
+    compared = given if probs is None else given | {"draft_probs": (probs.shape[0], probs.dtype)}
     _agree(
-        "verify_sampled", shards, logits, params, trees, draft_tokens, draft_to_target,
-        options=options, seeds=seeds, positions=positions, tokens_left=tokens_left, masked=masked,
-    )  # fmt: skip
-    rows = _Rows(shards, logits, params, grammar_mask, trees, draft_tokens, draft_to_target, options, positions)
-    return rows.follow(rows.find_winners(seeds), draft_tokens, draft_to_target, tokens_left)
-
-
-def verify_rejection(
-    logits: Tensor,
-    draft_tokens: Tensor,
-    trees: TreeBatch,
-    params: SamplingParams,
-    *,
-    draft_law: str,
-    draft_probs: Tensor | None = None,
-    draft_rows: Tensor | None = None,
-    seeds: Tensor,
-    positions: Tensor,
-    shards: VocabShards,
-    coins: Tensor | None = None,
-    final_coins: Tensor | None = None,
-    grammar_mask: Tensor | None = None,
-    draft_to_target: Tensor | None = None,
-    tokens_left: Tensor | None = None,
-    max_children: int | None = None,
-    options: RequestOptions | None = None,
-) -> Verdict:
-    """Verifies as `pagedtree.verify_rejection` from vocabulary shards: the same `Verdict` on every rank.
-
-    Rule and coins equal `pagedtree.verify_rejection`. Sums over the vocabulary are integers (units of 2^-42 of the
-    likeliest token's mass), so the result does not depend on the split. The unsharded op adds floats: a coin within
-    about 1e-6 of a boundary may decide otherwise there.
-
-    Args:
-        logits, draft_tokens, trees, shards, grammar_mask, draft_to_target, tokens_left: see `verify_greedy`.
-        params, draft_law, draft_rows, seeds, positions, coins, final_coins: see `pagedtree.verify_rejection`; the same
-            on all ranks.
-        draft_probs: [M, shards.vocab], the same on all ranks, or [M, shards.num_tokens], this rank's columns.
-        options: over the whole vocabulary, the same on all ranks.
-        max_children: the most children of any node, 0..1023. None: read from the trees, which synchronises on a GPU.
-
-    Residuals depend on no coin, so the ranks compute them for all nodes at once and then walk alone. Traffic: as
-    `verify_sampled` without the race, plus 16 bytes per row for the target's mass and the drafts' own probabilities, 16
-    bytes per row for each child after the first (not under "onehot"), and 24 bytes per tree for the bonus.
-
-    Raises as `verify_greedy`, and ValueError for draft_probs under "onehot" and their absence elsewhere.
-    """
-    if draft_probs is not None:
-        expect_type("draft_probs", draft_probs, Tensor)
-    _agree(
-        "verify_rejection", shards, logits, params, trees, draft_tokens, draft_to_target,
-        options=options, draft_law=draft_law, seeds=seeds, positions=positions, coins=coins, final_coins=final_coins,
-        draft_rows=draft_rows, draft_probs=None if draft_probs is None else (draft_probs.shape[0], draft_probs.dtype),
-        max_children=max_children, tokens_left=tokens_left, masked=grammar_mask is not None,
+        op, shards, logits, params, trees, draft_tokens, draft_to_target, options, **compared, tokens_left=tokens_left,
+        masked=grammar_mask is not None,
     )  # fmt: skip
     if max_children is not None:
         expect_type("max_children", max_children, int)
         if not 0 <= max_children < MAX_NODES:
-            raise ValueError(f"verify_rejection: `max_children` must be in 0..{MAX_NODES - 1}, got {max_children}")
-    if draft_probs is not None and draft_probs.ndim == 2 and draft_probs.shape[1] == shards.vocab:
-        draft_probs = shards.own(draft_probs)
-    rows = _Rows(shards, logits, params, grammar_mask, trees, draft_tokens, draft_to_target, options, positions)
-    rows.find_distributions()
-    drafts = {"draft_law": draft_law, "draft_to_target": draft_to_target}
-    weighed = _Weighed(rows, draft_tokens, drafts, {"draft_probs": draft_probs, "draft_rows": draft_rows})
-    return weighed.verify(
-        max_children, seeds=seeds, positions=positions, coins=coins, final_coins=final_coins, tokens_left=tokens_left
+            raise ValueError(f"{op}: `max_children` must be in 0..{MAX_NODES - 1}, got {max_children}")
+    positions = given.get("positions")
+    rows = _Rows(
+        shards, logits, params or GREEDY, grammar_mask, trees, draft_tokens, draft_to_target, options, positions
     )
+    if rule != "rejection":
+        return rows.follow(rows.find_winners(given.get("seeds")), draft_tokens, draft_to_target, tokens_left)
+    rows.find_distributions()
+    if probs is not None and probs.ndim == 2 and probs.shape[1] == shards.vocab:
+        probs = shards.own(probs)
+    # Residuals depend on no coin: the ranks compute them for all nodes at once, then each walks alone.
+    drafts = {"draft_law": given["draft_law"], "draft_to_target": draft_to_target}
+    weighed = _Weighed(rows, draft_tokens, drafts, {"draft_probs": probs, "draft_rows": given["draft_rows"]})
+    chance = {name: given[name] for name in ("seeds", "positions", "coins", "final_coins")}
+    return weighed.verify(max_children, tokens_left=tokens_left, **chance)
 
 
 def _agree(
@@ -206,13 +116,8 @@ def _agree(
     options: RequestOptions | None = None,
     **others: Any,
 ) -> None:
-    """Refuses wrong types, and arguments that differ between ranks."""
+    """Refuses arguments that differ between ranks."""
     expect_type("shards", shards, VocabShards)
-    expect_type("logits", logits, Tensor)
-    if name != "verify_greedy":
-        expect_type("params", params, SamplingParams)
-    if name != "sample":
-        expect_type("trees", trees, TreeBatch)
     fits = logits.ndim == 2 and logits.shape[1] == shards.num_tokens
     arguments: dict[str, Any] = {"logits": (logits.dtype, logits.shape[:1], fits)}
     if params is not None:

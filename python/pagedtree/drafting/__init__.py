@@ -6,17 +6,17 @@ Nothing here synchronises; shapes depend on Python ints only.
 
 from pagedtree.drafting.best_trees import best_first_tree, select_nodes
 from pagedtree.drafting.draft import Draft
-from pagedtree.drafting.growth import DraftState, expand_tree, rerank_tree, start_draft
-from pagedtree.drafting.proposers import medusa_propose, ngram_propose, rejected_predictions
+from pagedtree.drafting.growth import DraftState as DraftState
+from pagedtree.drafting.growth import expand_tree, rerank_tree, start_draft
+from pagedtree.drafting.proposers import medusa_propose, ngram_propose
+from pagedtree.drafting.proposers import rejected_predictions as rejected_predictions
 
 __all__ = [
     "Draft",
-    "DraftState",
     "best_first_tree",
     "expand_tree",
     "medusa_propose",
     "ngram_propose",
-    "rejected_predictions",
     "rerank_tree",
     "select_nodes",
     "start_draft",

@@ -145,8 +145,7 @@ def _select_nodes_fake(
     budget: int,
     *,
     max_nodes: int,
-    max_depth: int,
-    limit: Tensor | None = None,
+    **kwargs: object,
 ) -> tuple[Tensor, ...]:
     batch = cu_nodes.shape[0] - 1
     capacity = max(budget, batch)

@@ -164,18 +164,18 @@ def expand_tree(
     Args:
         state: from `start_draft` or an earlier expansion.
         logits: fp32, fp16 or bf16 [B * F, V], the draft model's at the frontier; row stride >= V.
-        num_children: K, 1..1024, and at most V unless children are independent ("iid").
+        num_children: K, 1..1024, and at most V except under "iid".
         num_frontier: size of the next frontier, at most F * K; 0 (default) after the last level.
         law: how children are chosen on all levels; the draft_law of `verify_rejection` ("topk" is its "onehot";
             "coupled" is for `verify_sampled` alone).
             "topk": the K best tokens, best first, ties by lower id.
             "swor": K draws without replacement from q, in the order of the draws.
             "iid": K independent draws from q; a token may repeat.
-            "coupled": as "swor", with the noise of `verify_sampled` at the node, given the same seeds and positions.
+            "coupled": as "swor", with the noise of `verify_sampled` at the node for the same seeds and positions.
         params, seeds, positions: for all laws but "topk": q is the distribution of `params` (scalars or [B]) on the
             row; seeds int64 [B]; positions int32 or int64 [B], the roots' own. The noise depends on the seed and the
-            node's position, positions + depth. For "swor" and "iid" it differs from all verification noise and also
-            depends on the frontier place: draws at different nodes are independent, as `verify_traversal` requires.
+            node's position, positions + depth. For "swor" and "iid" it differs from all verification noise and between
+            nodes: their draws are independent, as `verify_traversal` requires.
 
     NaN logits read as -inf, +inf as the largest finite. A child is absent (token -1, score -inf) if its node is absent,
     its logit is -inf ("topk"), or q has fewer than K tokens ("swor", "coupled").
@@ -186,12 +186,12 @@ def expand_tree(
                 append(token, parent=f, score=score[f] + logp[token])
         frontier = sorted(new, key=lambda c: (-score[c], c))[:num_frontier]
 
-    For all laws but "topk" the frontier takes first draws first (the first child of every old frontier node, then the
-    second, ...): a choice by score would bias verification. The state keeps the distributions q of "swor" and "iid",
-    fp32 [B, F, V].
+    For all laws but "topk" the frontier takes the first child of every old frontier node, then the second of each, ...:
+    a choice by score would bias verification. The state keeps the distributions q of "swor" and "iid", fp32 [B, F, V]
+    (zeros for an absent node).
 
-    Raises ValueError for wrong shapes, dtypes or bounds, missing or unexpected sampling arguments, and a law that
-    differs from the state's.
+    Raises ValueError for wrong shapes, dtypes or bounds, sampling arguments that do not fit the law, and another law
+    than the state's.
     """
     expect_type("state", state, DraftState)
     expect_type("logits", logits, Tensor)
@@ -204,9 +204,8 @@ def expand_tree(
     if are_ints and room < num_frontier <= state.num_frontier * num_children:
         expected = f"at most {room} (max_kv_nodes less those fed)"
         raise ValueError(f"expand_tree: `num_frontier` must be {expected}, got {num_frontier}")
-    if params is None:
-        sampling: tuple[Tensor | str | None, ...] = (None, None, None, None, "top_k_first")
-    else:
+    sampling: tuple[Tensor | str | None, ...] = (None, None, None, None, "top_k_first")
+    if params is not None:
         expect_type("params", params, SamplingParams)
         params.expect_no_penalty("expand_tree")
         sampling = params.on(logits.device)
@@ -300,18 +299,10 @@ def _expand_tree_fake(
     mask: Tensor,
     logits: Tensor,
     *,
-    level: int,
-    num_kv: int,
     num_children: int,
     num_frontier: int,
     law: str = "topk",
-    temperature: Tensor | None = None,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-    filter_order: str = "top_k_first",
-    seeds: Tensor | None = None,
-    positions: Tensor | None = None,
+    **kwargs: object,
 ) -> tuple[Tensor, ...]:
     batch = tokens.shape[0]
     shape = (batch, tokens.shape[1] + frontier.shape[1] * num_children)
@@ -325,14 +316,7 @@ def _expand_tree_fake(
 
 @register_fake("rerank_tree")
 def _rerank_tree_fake(
-    tokens: Tensor,
-    parents: Tensor,
-    scores: Tensor,
-    kv_index: Tensor,
-    *,
-    num_nodes: int,
-    by_score: bool,
-    active: Tensor | None = None,
+    tokens: Tensor, parents: Tensor, *args: object, num_nodes: int, **kwargs: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch = tokens.shape[0]
     rows = batch * num_nodes

@@ -39,7 +39,7 @@ def ngram_propose(
         min_ngram, max_ngram: shortest and longest n-gram to look for, 1..64.
         max_branches: most leaves of a tree.
         extra: int64 [B, E], more text to search: runs of tokens separated by negative ones, the newest last; see
-            `rejected_predictions`.
+            `pagedtree.drafting.rejected_predictions`.
         active: bool [B]; False = finished: a tree of no nodes.
         history_rows: int32 [B], each sequence's row in a pool of histories: history is then [P, H], history_lens [P]. A
             row outside 0..P-1 is an empty history; PAGEDTREE_CHECK=1 raises for any but -1.
@@ -186,17 +186,7 @@ def medusa_propose(
 
 @register_fake("ngram_propose")
 def _ngram_propose_fake(
-    history: Tensor,
-    history_lens: Tensor,
-    *,
-    max_nodes: int,
-    max_depth: int,
-    min_ngram: int = 1,
-    max_ngram: int = 4,
-    max_branches: int = 8,
-    extra: Tensor | None = None,
-    active: Tensor | None = None,
-    history_rows: Tensor | None = None,
+    history: Tensor, history_lens: Tensor, *, max_nodes: int, history_rows: Tensor | None = None, **kwargs: object
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch = (history if history_rows is None else history_rows).shape[0]
     return (
@@ -208,14 +198,7 @@ def _ngram_propose_fake(
 
 @register_fake("medusa_propose")
 def _medusa_propose_fake(
-    head_logits: Tensor,
-    parents: Tensor,
-    depths: Tensor,
-    child_ranks: Tensor,
-    *,
-    num_top: int,
-    root_tokens: Tensor | None = None,
-    active: Tensor | None = None,
+    head_logits: Tensor, parents: Tensor, *args: object, **kwargs: object
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch = head_logits.shape[0]
     return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,15 +10,39 @@ from torch import Tensor
 
 from pagedtree import Draft, RequestOptions, TreeBatch, commit, prepare_step, slot_mapping
 from pagedtree.generation.drafters.base import Drafter, StepResult, roots_only
-from pagedtree.generation.logprobs import Found, LogprobReader
+from pagedtree.generation.logprobs import Found
 from pagedtree.generation.packed_model import PackedModel, PassOutput
 from pagedtree.generation.paged_cache import PagedCache
 from pagedtree.generation.paged_step import PagedStep
 from pagedtree.generation.recurrent_step import RecurrentStep
-from pagedtree.generation.rules import Sampling
+from pagedtree.generation.rules import Policy, Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
 
-__all__ = ["DecodeStep", "KnownTokens", "Pass"]
+__all__ = ["DecodeStep", "History", "KnownTokens", "Pass"]
+
+
+class History:
+    """A call's texts on the device: rows int64 [sequences + 1, capacity]; the last one is for idle rows of a step."""
+
+    def __init__(self, sequences: Sequence[GeneratedSequence], device: torch.device) -> None:
+        capacity = max((sequence.max_length for sequence in sequences), default=0)
+        texts = [[*sequence.tokens, *[0] * (capacity - len(sequence.tokens))] for sequence in sequences]
+        rows = torch.tensor([*texts, [0] * capacity], dtype=torch.int64).view(len(texts) + 1, capacity)
+        self.rows = rows.to(device, non_blocking=True)
+        self._all = self.rows[:-1]
+
+    def of(self, sequences: Sequence[GeneratedSequence]) -> Tensor:
+        if len(sequences) == len(self._all) and all(s.index == i for i, s in enumerate(sequences)):
+            return self._all
+        return self.rows[self._indices(sequences)]
+
+    def store(self, sequences: Sequence[GeneratedSequence], texts: Tensor) -> None:
+        if texts is not self._all:
+            self.rows[self._indices(sequences)] = texts
+
+    def _indices(self, sequences: Sequence[GeneratedSequence]) -> Tensor:
+        indices = torch.tensor([sequence.index for sequence in sequences], dtype=torch.int64)
+        return indices.to(self.rows.device, non_blocking=True)
 
 
 @dataclass
@@ -40,9 +65,8 @@ class KnownTokens:
 class Pass:
     """One packed pass: sequences in prefill, then sequences that decode a tree, then padding.
 
-    draft, start: trees with root tokens, and root positions: first of the num_read sequences that finish prefill
-    (root-only trees), then of the decoding ones. decode_table: int32 [D, max_pages], the latter's pages.
-    logit_rows: the nodes' rows; None = all.
+    draft, start: trees with root tokens, and root positions, of the num_read sequences that finish prefill, then of the
+    decoding ones. decode_table: int32 [D, max_pages], the latter's pages. logit_rows: the nodes' rows; None = all.
     """
 
     step: PagedStep
@@ -59,17 +83,11 @@ class DecodeStep:
     """The stages of a step: pack trees into a pass, run it, verify the trees, commit the accepted paths. Without
     `KnownTokens` it never needs the host, so a CUDA graph can capture it."""
 
-    def __init__(
-        self,
-        model: PackedModel,
-        cache: PagedCache,
-        drafter: Drafter,
-        eos_ids: Tensor | None,
-        logprobs: LogprobReader | None = None,
-    ) -> None:
-        self.model, self.cache, self.drafter, self.eos_ids, self.logprobs = model, cache, drafter, eos_ids, logprobs
+    def __init__(self, model: PackedModel, cache: PagedCache, drafter: Drafter, policy: Policy) -> None:
+        self.model, self.cache, self.drafter, self.policy = model, cache, drafter, policy
         self.vocab_size = model.vocab_size
-        self.feature_layers = tuple(drafter.feature_layers)
+        eos_ids = torch.tensor(policy.eos_ids, dtype=torch.int64).to(cache.device, non_blocking=True)
+        self.eos_ids = eos_ids if policy.eos_ids else None
         self._moves: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
     def pack(
@@ -114,7 +132,7 @@ class DecodeStep:
 
     def run(self, packed: Pass) -> PassOutput:
         """Runs the model, with the hidden states and features that the drafter needs."""
-        wanted = packed.logit_rows, self.drafter.needs_hidden, self.feature_layers
+        wanted = packed.logit_rows, self.drafter.needs_hidden, tuple(self.drafter.feature_layers)
         return self.model.run(packed.input_ids, packed.positions, packed.step, *wanted)
 
     def judge(
@@ -128,11 +146,10 @@ class DecodeStep:
         grammar_mask: Tensor | None = None,
         node_map: Tensor | None = None,
     ) -> tuple[StepResult, Tensor, Found | None]:
-        """Verifies the trees of B sequences and commits the accepted paths.
+        """Verifies the trees of B sequences and commits the accepted paths; `compact` must follow before the next pass.
 
         history: int64 [B, capacity], receives the new tokens. Others: see `Sampling.verify` and `commit`. Returns the
-        result, a report int64 [B, S + 3] of tokens, their number, finished and status, and log-probabilities if
-        requested. `compact` must follow before the next pass.
+        result, a report int64 [B, S + 3] of tokens, their number, finished and status, and any log-probabilities.
         """
         draft, start, first = packed.draft, packed.start, packed.num_read
         verdict = sampling.verify(output.logits, draft, self.drafter.draft_law, start, options, grammar_mask)
@@ -144,11 +161,12 @@ class DecodeStep:
             packed.step.recurrent.advance(*accepted)
         text = {"history": history, "history_lens": start + 1, "eos_ids": self.eos_ids}
         # With processed log-probabilities the reader counts the tokens instead of `commit`.
-        counted = None if self.logprobs is not None and self.logprobs.is_processed else options
+        reader = self.policy.logprobs
+        counted = None if reader is not None and reader.is_processed else options
         committed = commit(verdict, draft.trees, start, **text, node_map=node_map, options=counted)
         logprobs = None
-        if self.logprobs is not None:
-            logprobs = self.logprobs.read(output.logits, verdict, committed, start, sampling, options, grammar_mask)
+        if reader is not None:
+            logprobs = reader.read(output.logits, verdict, committed, start, sampling, options, grammar_mask)
         extra = torch.stack([committed.num_tokens, committed.finished, verdict.status], dim=1)
         result = StepResult(sequences, first, start, draft, verdict, committed, output.logits, output.hidden)
         return result, torch.cat([verdict.tokens, extra], dim=1), logprobs

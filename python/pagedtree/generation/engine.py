@@ -8,98 +8,69 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pagedtree import Draft, Verdict
-from pagedtree.generation.decode_step import DecodeStep, KnownTokens, Pass
+from pagedtree.generation.decode_step import DecodeStep, History, KnownTokens, Pass
 from pagedtree.generation.drafters.base import Drafter, FeatureRows, StepResult, roots_only
-from pagedtree.generation.drafters.bounded import bounded, without_padding
+from pagedtree.generation.drafters.limits import Question, without_padding
 from pagedtree.generation.fixed_step import FixedStep, check_drafter
-from pagedtree.generation.grammar_steps import GrammarSteps
-from pagedtree.generation.logprobs import Found, LogprobReader, TokenLogprobs
+from pagedtree.generation.logprobs import Found, TokenLogprobs
 from pagedtree.generation.packed_model import PackedModel, PassOutput
-from pagedtree.generation.paged_cache import PagedCache
 from pagedtree.generation.paged_step import PagedStep, PrefixPass
-from pagedtree.generation.rules import Sampling
+from pagedtree.generation.rules import Policy
 from pagedtree.generation.scheduler import Batch, GeneratedSequence, Scheduler
-from pagedtree.generation.stats import GenerationStats
-from pagedtree.generation.stop_strings import StopStrings
+from pagedtree.generation.stats import GenerationStats, SequenceStats
 from pagedtree.generation.tree_tuner import Kept, Outcome, Plan, TreeTuner
-from pagedtree.options import OptionRows
 
 __all__ = ["Engine"]
 
 STATUS_NOT_FINITE = 2
+# Reading a prefix once takes two more launches per layer. Measured on the CPU, that pays from about here on for single
+# queries; for trees of 16 nodes, bound by arithmetic rather than by reading, it makes little difference.
+MIN_SHARED_TOKENS = 1024
 
 
 class Engine:
     """The loop of steps until all sequences are finished."""
 
-    def __init__(
-        self,
-        model: PackedModel,
-        scheduler: Scheduler,
-        drafter: Drafter,
-        sampling: Sampling,
-        eos_ids: list[int],
-        min_shared_tokens: int | None,
-        on_tokens: Callable[[int, list[int]], object] | None,
-        on_step: Callable[[StepResult], None] | None,
-        stats: GenerationStats,
-        is_fixed: bool = False,
-        tuner: TreeTuner | None = None,
-        stop_strings: StopStrings | None = None,
-        requests: OptionRows | None = None,
-        grammars: GrammarSteps | None = None,
-        logprobs: LogprobReader | None = None,
-    ) -> None:
-        self.model, self.scheduler, self.sampling = model, scheduler, sampling
-        self.drafter = bounded(drafter)
-        self.cache: PagedCache = scheduler.cache
-        self.device = self.cache.device
-        self.eos_ids = self._to_device(eos_ids, torch.int64) if eos_ids else None
-        self.min_shared_tokens = min_shared_tokens
-        self.on_tokens, self.on_step, self.stop_strings = on_tokens, on_step, stop_strings
-        self.requests, self.grammars = requests, grammars
-        self.stats = stats
-        if logprobs is not None:
-            for sequence_stats in stats.sequences:
-                sequence_stats.logprobs = TokenLogprobs()
-        self.tuner, self.has_begun_to_tune = tuner, False
-        if tuner is not None:  # reading a token costs time in proportion to the weights
+    def __init__(self, model: PackedModel, scheduler: Scheduler, drafter: Drafter, policy: Policy) -> None:
+        self.model, self.scheduler, self.drafter, self.policy = model, scheduler, drafter, policy
+        self.cache, self.device = scheduler.cache, scheduler.cache.device
+        self.has_begun_to_tune = False
+        if policy.tuner is not None:  # reading a token costs time in proportion to the weights
             self.draft_share = drafter.num_weights / max(model.num_weights, 1)
         self.max_nodes = max(drafter.max_nodes, 1)
-        sequences = scheduler.waiting
-        capacity = max((sequence.max_length for sequence in sequences), default=0)
-        history = [[*sequence.tokens, *[0] * (capacity - len(sequence.tokens))] for sequence in sequences]
-        rows = self._to_device([*history, [0] * capacity], torch.int64).view(len(sequences) + 1, capacity)
-        self.history = rows[:-1]
-        self.decode_step = DecodeStep(model, self.cache, self.drafter, self.eos_ids, logprobs)
+        sequences = list(scheduler.waiting)
+        logprobs = [None if policy.logprobs is None else TokenLogprobs() for _ in sequences]
+        self.stats = GenerationStats(sequences=[SequenceStats(logprobs=each) for each in logprobs])
+        self.history = History(sequences, self.device)
+        self.decode_step = DecodeStep(model, self.cache, drafter, policy)
         self.fixed_step: Callable[[int], FixedStep] | None = None  # by batch size
-        if is_fixed:
+        if policy.cuda_graph:
             check_drafter(drafter)
-            snapshot = list(sequences)
             self.fixed_step = cache(
-                lambda batch_size: FixedStep(self.decode_step, sampling, rows, snapshot, batch_size, requests)
+                lambda batch_size: FixedStep(self.decode_step, self.history.rows, sequences, batch_size)
             )
         self.started = time.perf_counter()
 
-    def run(self) -> None:
+    def run(self) -> GenerationStats:
         try:
             self.drafter.check_target(self.model)
-            self.drafter.begin(self.cache.page_size, self.sampling.for_drafts())
+            self.drafter.begin(self.cache.page_size, self.policy.sampling.for_drafts())
             while not self.scheduler.is_done:
                 self.step()
         finally:
             self.drafter.end()
-            if self.grammars is not None:
-                self.grammars.close()
+            if (grammars := self.policy.grammars) is not None:
+                self.stats.grammar_time, self.stats.grammar_wait = grammars.close()
         self.stats.wall_time = time.perf_counter() - self.started
         self.stats.num_pages = self.cache.num_pages
         self.stats.peak_pages, self.stats.pages_taken = self.cache.peak_pages, self.cache.pages_taken
+        return self.stats
 
     def step(self) -> None:
         begin, drafting = time.perf_counter(), self.stats.draft_time
@@ -110,8 +81,8 @@ class Engine:
             return
         packed = self._pack(batch, draft)
         verified = [*(s for s, count in batch.prefill if _is_all(s, count)), *batch.decode]
-        if self.grammars is not None:
-            self.grammars.fill(verified, packed.draft)
+        if self.policy.grammars is not None:
+            self.policy.grammars.fill(verified, packed.draft)
         output = self.decode_step.run(packed)
         if output.features is not None:
             self._hand_on(batch, output.features)
@@ -125,14 +96,14 @@ class Engine:
         self.stats.packed_tokens += packed.input_ids.shape[0]
         if verified:
             verdict = self._verify(packed, verified, output)
-        if self.tuner is not None:
+        if (tuner := self.policy.tuner) is not None:
             seconds = time.perf_counter() - begin
             if batch.prefill:
-                self.tuner.learn_reading(packed.input_ids.shape[0], seconds)
+                tuner.learn_reading(packed.input_ids.shape[0], seconds)
             elif choice is not None:
                 plan, nodes = choice
                 drafting = self.stats.draft_time - drafting
-                self.tuner.learn(plan, Outcome(seconds, verdict.accept_index, verdict.tokens, drafting, nodes))
+                tuner.learn(plan, Outcome(seconds, verdict.accept_index, verdict.tokens, drafting, nodes))
 
     def _step_in_place(self, sequences: list[GeneratedSequence]) -> None:
         assert self.fixed_step is not None
@@ -145,11 +116,11 @@ class Engine:
         self._finish(result)
 
     def _schedule(self) -> tuple[Batch, Draft | None, tuple[Plan, Kept | None] | None]:
-        """Returns the next pass's batch, the decoding sequences' trees (None if a captured step drafts them), and the
-        tuner's plan and kept nodes, if any."""
+        """Returns the next batch, its trees (None: a captured step drafts), and any plan and nodes of the tuner."""
+        tuner = self.policy.tuner
         while True:
             # A tuner drafts only in some steps, if pages are free.
-            batch = self.scheduler.schedule(self.max_nodes if self.tuner is None else 1)
+            batch = self.scheduler.schedule(self.max_nodes if tuner is None else 1)
             for sequence in batch.evicted:
                 self.drafter.forget(sequence)
                 self.stats.sequences[sequence.index].evictions += 1
@@ -157,12 +128,17 @@ class Engine:
                 return batch, roots_only(0, self.device), None
             if self.fixed_step is not None and not batch.prefill:
                 return batch, None, None
-            plan = None if self.tuner is None else self._plan(self.tuner, batch)
+            plan = None if tuner is None else self._plan(tuner, batch)
             if plan is not None and plan.depth is None:
                 return batch, roots_only(len(batch.decode), self.device), (plan, None)
-            draft, choice = self._propose(batch.decode), None
+            lengths = self._to_device([len(sequence.tokens) for sequence in batch.decode], torch.int32)
+            question = Question(self.drafter, batch.decode, self.history.of(batch.decode), lengths)
+            self.decode_step.compact()
+            begin = time.perf_counter()
+            draft, choice = question.answer(), None
+            self.stats.draft_time += time.perf_counter() - begin
             if plan is not None:
-                nodes = self._keep(plan, draft)
+                nodes = self._keep(plan, draft, question)
                 draft, choice = nodes.draft, (plan, nodes)
             draft = without_padding(draft)
             if draft.trees.max_nodes <= self.max_nodes:
@@ -186,26 +162,15 @@ class Engine:
         self.stats.drafted_steps += 1
         return plan
 
-    def _keep(self, plan: Plan, draft: Draft) -> Kept:
+    def _keep(self, plan: Plan, draft: Draft, question: Question) -> Kept:
         # Sampled drafts are not selected by probability: the rules need a selection independent of the draw.
         begin = time.perf_counter()
         is_drawn = self.drafter.draft_law in ("iid", "swor")
-        nodes = plan.keep(draft, None if is_drawn else self.drafter.confidence())
+        nodes = plan.keep(draft, None if is_drawn else question.confidence())
         if nodes.rows is not None:
-            self.drafter.narrow(nodes.draft, nodes.rows)
+            question.narrow(nodes.draft, nodes.rows)
         self.stats.draft_time += time.perf_counter() - begin
         return nodes
-
-    def _propose(self, sequences: list[GeneratedSequence]) -> Draft:
-        lengths = self._to_device([len(sequence.tokens) for sequence in sequences], torch.int32)
-        self.drafter.select(sequences)
-        history = self._history_of(sequences), lengths
-        self.drafter.start(*history)
-        self.decode_step.compact()
-        begin = time.perf_counter()
-        draft = cast(Draft, self.drafter.propose(*history))
-        self.stats.draft_time += time.perf_counter() - begin
-        return draft
 
     def _pack(self, batch: Batch, draft: Draft) -> Pass:
         sequences = [*(sequence for sequence, _ in batch.prefill), *batch.decode]
@@ -244,8 +209,8 @@ class Engine:
         self.drafter.read(FeatureRows(sequences, start, [count for _, count in batch.prefill], features))
 
     def _shared_prefix(self, step: PagedStep, batch: Batch, max_nodes: int) -> PrefixPass | None:
-        """Returns runs of neighbours with the same first pages; None if reading these once saves too little."""
-        if self.min_shared_tokens is None:
+        """Returns runs of neighbours with the same first pages; None if reading them once saves too little."""
+        if self.policy.share_prefix not in (None, True):
             return None
         runs: list[list[GeneratedSequence]] = []
         read = [sequence for sequence, _ in batch.prefill]
@@ -256,7 +221,7 @@ class Engine:
             else:
                 runs.append([sequence])
         saved = sum(run[0].shared_len * (len(run) - 1) for run in runs)
-        if saved == 0 or saved < self.min_shared_tokens:
+        if saved == 0 or (saved < MIN_SHARED_TOKENS and not self.policy.share_prefix):
             return None
         prefixes = [self._shared_pages(run[0]) if len(run) > 1 else [] for run in runs]
         rows = [*([[]] if read else []), *prefixes]
@@ -277,14 +242,14 @@ class Engine:
         return self.cache.pages(sequence.index)[: self.cache.pages_for(sequence.shared_len)]
 
     def _verify(self, packed: Pass, sequences: list[GeneratedSequence], output: PassOutput) -> Verdict:
-        history, sampling, options, mask = self._history_of(sequences), self.sampling.of(sequences), None, None
-        if self.requests is not None:
-            options = self.requests.of([sequence.index for sequence in sequences], history, packed.start + 1)
-        if self.grammars is not None:
-            mask = self.grammars.mask()
-        result, report, logprobs = self.decode_step.judge(packed, sequences, output, history, sampling, options, mask)
-        if history is not self.history:
-            self.history[self._to_device([sequence.index for sequence in sequences], torch.int64)] = history
+        policy, texts = self.policy, self.history.of(sequences)
+        sampling, options, mask = policy.sampling.of(sequences), None, None
+        if policy.options is not None:
+            options = policy.options.of([sequence.index for sequence in sequences], texts, packed.start + 1)
+        if policy.grammars is not None:
+            mask = policy.grammars.mask()
+        result, report, logprobs = self.decode_step.judge(packed, sequences, output, texts, sampling, options, mask)
+        self.history.store(sequences, texts)
         self._take_over(result, report.tolist(), logprobs)  # the step's one synchronisation
         self.drafter.observe(result)
         self._finish(result)
@@ -305,8 +270,8 @@ class Engine:
                 warnings.warn(f"sequence {sequence.index}: the model's logits have NaN or no finite one", stacklevel=2)
 
     def _finish(self, result: StepResult) -> None:
-        if self.on_step is not None:
-            self.on_step(result)
+        if self.policy.on_step is not None:
+            self.policy.on_step(result)
         for sequence in result.sequences:
             if self.stats.sequences[sequence.index].finish_reason:
                 self.scheduler.finish(sequence)
@@ -315,7 +280,7 @@ class Engine:
     def _append(
         self, sequence: GeneratedSequence, tokens: list[int], is_eos: bool, is_tree: bool, logprobs: list[list[Any]]
     ) -> None:
-        stats = self.stats.sequences[sequence.index]
+        policy, stats = self.policy, self.stats.sequences[sequence.index]
         sequence.cached = sequence.root + len(tokens)
         self.cache.trim(sequence.index, sequence.cached)
         room = sequence.max_length - len(sequence.tokens)
@@ -323,13 +288,13 @@ class Engine:
             stats.finish_reason = "eos"
         elif len(tokens) >= room:
             tokens, stats.finish_reason = tokens[:room], "length"
-        if self.stop_strings is not None:
+        if policy.stop_strings is not None:
             text = sequence.tokens[len(sequence.tokens) - stats.num_tokens :]
-            end = self.stop_strings.end(text, tokens)
+            end = policy.stop_strings.end(text, tokens)
             if end is not None:
                 tokens, stats.finish_reason = tokens[:end], "stop_string"
-        if self.grammars is not None:
-            end = self.grammars.end(sequence, tokens)
+        if policy.grammars is not None:
+            end = policy.grammars.end(sequence, tokens)
             if end is not None and (end < len(tokens) or stats.finish_reason in ("", "length")):
                 tokens, stats.finish_reason = tokens[:end], "grammar"
         if stats.logprobs is not None:
@@ -341,13 +306,8 @@ class Engine:
             stats.decode_steps += 1
             stats.accepted.append(max(len(tokens) - 1, 0))
         sequence.tokens += tokens
-        if self.on_tokens is not None and self.on_tokens(sequence.index, tokens):
+        if policy.callback is not None and policy.callback(sequence.index, tokens):
             stats.finish_reason = stats.finish_reason or "callback"
-
-    def _history_of(self, sequences: list[GeneratedSequence]) -> Tensor:
-        if len(sequences) == self.history.shape[0] and all(s.index == i for i, s in enumerate(sequences)):
-            return self.history
-        return self.history[self._to_device([sequence.index for sequence in sequences], torch.int64)]
 
     def _to_device(self, values: list[Any], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)

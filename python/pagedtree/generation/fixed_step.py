@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pagedtree import Draft
+from pagedtree.check_draft import as_draft
 from pagedtree.generation.decode_step import DecodeStep
 from pagedtree.generation.drafters import Drafter, NgramDrafter, StepResult
+from pagedtree.generation.drafters.limits import last_position, limited
 from pagedtree.generation.host_mirror import Mirror
 from pagedtree.generation.logprobs import Found
-from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
-from pagedtree.options import OptionRows
 
 __all__ = ["FixedStep", "check_device", "check_drafter"]
 
@@ -32,16 +31,9 @@ class FixedStep:
     captures = True
 
     def __init__(
-        self,
-        decode_step: DecodeStep,
-        sampling: Sampling,
-        history: Tensor,
-        sequences: list[GeneratedSequence],
-        batch_size: int,
-        requests: OptionRows | None = None,
+        self, decode_step: DecodeStep, history: Tensor, sequences: list[GeneratedSequence], batch_size: int
     ) -> None:
-        self.decode_step, self.sampling, self.batch_size = decode_step, sampling, batch_size
-        self.history = history  # [sequences + 1, capacity]: the last row is for idle rows
+        self.decode_step, self.history, self.batch_size = decode_step, history, batch_size
         self.drafter = drafter = decode_step.drafter
         self.cache = cache = decode_step.cache
         device = cache.device
@@ -51,11 +43,13 @@ class FixedStep:
         self.page_table = Mirror((batch_size, cache.pages_for(max_tokens)), torch.int32, device)
         self.state_index = Mirror((batch_size,), torch.int32, device, fill=IDLE)
         self.prompt_lens = Mirror((batch_size,), torch.int64, device)
+        last = [*(last_position(sequence, drafter) for sequence in sequences), 0]
+        self.last = torch.tensor(last, dtype=torch.int32).to(device)
         if cache.states is not None:
             prompts = {sequence.group for sequence in sequences if sequence.shared_len}
             cache.states.reserve(len(sequences) + len(prompts))
-        self.requests = requests
-        self.options = None if requests is None else requests.buffers(batch_size)
+        self.requests = decode_step.policy.options
+        self.options = None if self.requests is None else self.requests.buffers(batch_size)
         drafter.capture(decode_step.model, sequences, batch_size)
         self._graph: Any = None
         self._result: StepResult | None = None
@@ -64,7 +58,7 @@ class FixedStep:
 
     def __call__(self, sequences: list[GeneratedSequence]) -> tuple[StepResult, list[list[int]], Found | None]:
         """Runs the step for these sequences. Returns as `DecodeStep.judge` does, with the report on the host."""
-        self.drafter.select(sequences, self.batch_size)
+        self.drafter.select_captured(sequences, self.batch_size)
         if self.captures and self._graph is None:
             self._graph = self._capture()
         self.rows.set([sequence.index for sequence in sequences])
@@ -99,7 +93,10 @@ class FixedStep:
         rows, start = self.rows.tensor, self.start.tensor.clone()
         is_active = start >= 0
         history, lengths = self.history.index_select(0, rows), start + 1
-        draft = cast(Draft, self.drafter.propose(history, lengths, is_active, rows))
+        proposal = self.drafter.propose_captured(history, lengths, is_active, rows)
+        draft = as_draft(proposal, self.batch_size, history.device)
+        if draft.trees.max_depth > 0:
+            draft, _ = limited(draft, self.last[rows] - start)
         roots = history.gather(1, start.long().clamp(min=0)[:, None])[:, 0]
         states = self.state_index.tensor, self.prompt_lens.tensor
         packed = self.decode_step.pack(draft, roots, self.page_table.tensor, start, *states, is_active=is_active)
@@ -108,14 +105,14 @@ class FixedStep:
         if self.requests is not None and options is not None:
             options = self.requests.with_text(options, history, lengths)
         self._result, self._report, self._found = self.decode_step.judge(
-            packed, [], output, history, self.sampling.at(rows), options, node_map=draft.node_map
+            packed, [], output, history, self.decode_step.policy.sampling.at(rows), options, node_map=draft.node_map
         )
         self._result.features = output.features
         self.decode_step.compact()
         self.history.index_copy_(0, rows, history)
         committed = self._result.commit
         self.start.tensor.copy_(torch.where(committed.finished, IDLE, committed.start))
-        self.drafter.observe(self._result, rows)
+        self.drafter.observe_captured(self._result, rows)
 
     def _capture(self) -> Any:
         stream = torch.cuda.Stream()
@@ -135,7 +132,6 @@ def check_device(device: torch.device) -> None:
 
 
 def check_drafter(drafter: Drafter) -> None:
-    """Raises ValueError for a drafter that a graph cannot capture."""
     kind = type(drafter.given)
     if not vars(kind).get("is_capturable"):
         raise ValueError(

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from pagedtree import Draft
 from pagedtree.generation.scheduler import GeneratedSequence
-from pagedtree.generation.stats import GenerationStats
 from pagedtree.grammars import GrammarFill, GrammarMasks, GrammarMatcher
 
 __all__ = ["GrammarSteps"]
@@ -17,12 +16,11 @@ __all__ = ["GrammarSteps"]
 
 class GrammarSteps:
     """The grammars of all sequences of a call. matchers: one per sequence, None: no grammar. vocab: columns of the
-    target's logits, of all ranks together. eos_ids: tokens that end every text. stats: receives the times."""
+    target's logits, of all ranks together. eos_ids: tokens that end every text."""
 
-    def __init__(
-        self, matchers: Sequence[GrammarMatcher | None], vocab: int, eos_ids: Sequence[int], stats: GenerationStats
-    ) -> None:
-        self._matchers, self._eos_ids, self._stats = list(matchers), set(eos_ids), stats
+    def __init__(self, matchers: Sequence[GrammarMatcher | None], vocab: int, eos_ids: Sequence[int]) -> None:
+        self._matchers, self._eos_ids = list(matchers), set(eos_ids)
+        self._filled = self._waited = 0.0
         self._masks = GrammarMasks(self._matchers, vocab)
         self._fill: GrammarFill | None = None
 
@@ -38,8 +36,8 @@ class GrammarSteps:
         if self._fill is None:
             return None
         mask = self._fill.result()
-        self._stats.grammar_time += self._fill.filled or 0.0
-        self._stats.grammar_wait += self._fill.waited or 0.0
+        self._filled += self._fill.filled or 0.0
+        self._waited += self._fill.waited or 0.0
         return mask
 
     def end(self, sequence: GeneratedSequence, tokens: list[int]) -> int | None:
@@ -60,8 +58,10 @@ class GrammarSteps:
                 end = count + 1
             if end is not None:
                 break
-        self._stats.grammar_wait += time.perf_counter() - begin
+        self._waited += time.perf_counter() - begin
         return end
 
-    def close(self) -> None:
+    def close(self) -> tuple[float, float]:
+        """Ends the threads. Returns the seconds of filling, and of waiting and advancing."""
         self._masks.close()
+        return self._filled, self._waited

@@ -1,8 +1,8 @@
-"""Verification rule, sampling parameters and seeds of `generate`."""
+"""The rules by which `generate` verifies drafts, chooses tokens and ends texts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,16 +10,22 @@ import torch
 from torch import Tensor
 
 import pagedtree
-from pagedtree import Draft, RequestOptions, SamplingParams, Verdict
+from pagedtree import Draft, RequestOptions, SamplingParams, Verdict, verify
 from pagedtree.bits import unpacked
 from pagedtree.generation.scheduler import GeneratedSequence
 
 if TYPE_CHECKING:
     from pagedtree.distributed import VocabShards
+    from pagedtree.generation.drafters import StepResult
+    from pagedtree.generation.grammar_steps import GrammarSteps
+    from pagedtree.generation.logprobs import LogprobReader
+    from pagedtree.generation.stop_strings import StopStrings
+    from pagedtree.generation.tree_tuner import TreeTuner
+    from pagedtree.options import OptionRows
 
-__all__ = ["RULES", "Sampling", "check_options", "check_rule"]
+__all__ = ["RULES", "Policy", "Sampling", "check_options", "check_rule"]
 
-RULES = ("auto", "greedy", "sampled", "rejection", "block", "traversal", "typical")
+RULES = ("auto", *(name.removeprefix("verify_") for name in verify.__all__ if name not in ("Verdict", "verify_tokens")))
 DRAFT_LAWS = ("onehot", "iid", "swor", "coupled")
 DRAWN = ("iid", "swor")
 
@@ -126,24 +132,42 @@ class Sampling:
     ) -> Verdict:
         """Verifies trees with roots at `start`. options: not under the rules "greedy" and "typical". grammar_mask:
         packed, of all nodes."""
-        ops: Any = pagedtree
         keywords: dict[str, Any] = {"grammar_mask": grammar_mask}
         if self.shards is not None:
-            from pagedtree import distributed as ops
-
-            keywords = {"shards": self.shards}
+            keywords["shards"] = self.shards
             if grammar_mask is not None:
                 keywords["grammar_mask"] = self.shards.own(unpacked(grammar_mask, self.shards.vocab))
-        drafted, rule = (logits, draft.draft_tokens, draft.trees), self.rule
+        rule = self.rule
         if self.params is None:
-            return ops.verify_greedy(*drafted, **keywords)
+            return pagedtree.verify_greedy(logits, draft, **keywords)
         if rule == "typical":
-            return ops.verify_typical(*drafted, self.params, **keywords)
+            return pagedtree.verify_typical(logits, draft, self.params, **keywords)
         keywords |= {"seeds": self.seeds, "positions": start, "options": options}
         if rule == "sampled":
-            return ops.verify_sampled(*drafted, self.params, **keywords)
+            return pagedtree.verify_sampled(logits, draft, self.params, **keywords)
         if draft.trees.max_nodes == 1:  # no drafts: one draw from the target, the same under every rule
             rule, draft_law = "rejection", "onehot"
-        if draft_law in DRAWN:
-            keywords |= {"draft_probs": draft.draft_probs, "draft_rows": draft.draft_rows}
-        return getattr(ops, f"verify_{rule}")(*drafted, self.params, draft_law=draft_law, **keywords)
+        if draft_law not in DRAWN:
+            draft = draft._replace(draft_probs=None, draft_rows=None)
+        return getattr(pagedtree, f"verify_{rule}")(logits, draft, self.params, draft_law=draft_law, **keywords)
+
+
+@dataclass
+class Policy:
+    """The arguments of `generate` by which the engine chooses tokens, drafts them and ends texts.
+
+    sampling, options, grammars: of all sequences. tuner: chooses the drafts; None: whole trees.
+    """
+
+    sampling: Sampling
+    eos_ids: list[int]
+    tree: str | None = None
+    share_prefix: bool | None = False
+    cuda_graph: bool = False
+    stop_strings: StopStrings | None = None
+    options: OptionRows | None = None
+    grammars: GrammarSteps | None = None
+    logprobs: LogprobReader | None = None
+    callback: Callable[[int, list[int]], object] | None = None
+    on_step: Callable[[StepResult], None] | None = None
+    tuner: TreeTuner | None = None

@@ -4,6 +4,7 @@ Slow, and independent of the kernels. Each follows the loop in its op's docstrin
 range.
 """
 
+from pagedtree.reference import verify
 from pagedtree.reference.attention import is_latent, merge_states, tree_attention, visible_keys
 from pagedtree.reference.options import (
     apply_options,
@@ -26,55 +27,29 @@ from pagedtree.reference.sampling import (
     random_words,
     sample_row,
 )
-from pagedtree.reference.verify import (
-    acceptance,
-    block,
-    branches,
-    children_of,
-    excess,
-    judge_exclusive,
-    judge_in_turn,
-    normalised,
-    rejection,
-    traversal,
-    typical,
-    walk,
-    without,
-)
+from pagedtree.reference.verify import *
 
 __all__ = [
     "DRAFT",
     "GUMBEL",
     "OTHERS",
-    "acceptance",
     "apply_options",
-    "block",
-    "branches",
-    "children_of",
     "clean_logits",
     "distribution",
     "draft_use",
     "ends_of_bad_words",
-    "excess",
     "gumbel_noise",
     "is_latent",
-    "judge_exclusive",
-    "judge_in_turn",
     "kept_tokens",
     "merge_states",
-    "normalised",
     "paths_of",
     "penalties_of",
     "philox4x32",
     "random_words",
-    "rejection",
     "sample_row",
-    "traversal",
     "tree_attention",
-    "typical",
     "unpacked",
     "visible_keys",
-    "walk",
     "with_bias_and_penalties",
-    "without",
 ]
+__all__ += verify.__all__

@@ -34,6 +34,16 @@ def is_latent(k_cache: Tensor, v_cache: Tensor) -> bool:
     return is_view and k_cache.shape[2] == 1
 
 
+def _rows_of(cache: Tensor, page_ids: Tensor, is_read: Tensor) -> Tensor:
+    """Returns a sequence's rows in float64, 0 where none is read or its page is outside the pool."""
+    num_pages, page_size, num_heads, head_dim = cache.shape
+    positions = torch.nonzero(is_read).flatten()
+    pages = page_ids.long()[positions // page_size]
+    has_page = (pages >= 0) & (pages < num_pages)
+    rows = cache[pages[has_page], positions[has_page] % page_size].float().double()
+    return torch.zeros(len(is_read), num_heads, head_dim, dtype=torch.float64).index_put((positions[has_page],), rows)
+
+
 def tree_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -53,7 +63,7 @@ def tree_attention(
 ) -> tuple[Tensor, Tensor]:
     """Returns (out, lse) of `pagedtree.tree_attention` in float64, clamping of bad values included."""
     num_tokens, num_heads, head_dim = q.shape
-    num_pages, page_size, num_kv_heads, head_dim_v = v_cache.shape
+    _, page_size, num_kv_heads, head_dim_v = v_cache.shape
     group = num_heads // num_kv_heads
     out = torch.zeros(num_tokens, num_heads, head_dim_v, dtype=torch.float64)
     lse = torch.full((num_tokens, num_heads), -torch.inf, dtype=torch.float64)
@@ -70,15 +80,7 @@ def tree_attention(
         words = None if tree_mask is None else tree_mask[begin : begin + n]
         visibility = visible_keys(seq_len, n, min(tree_len, seq_len), words, window)
         has_query = visibility.any(0)
-        positions = torch.arange(seq_len, dtype=torch.int64)[has_query]
-        pages = page_table[b].long()[positions // page_size]
-        has_page = (pages >= 0) & (pages < num_pages)
-        k, v = (
-            torch.zeros(seq_len, num_kv_heads, cache.shape[3], dtype=torch.float64).index_put(
-                (positions[has_page],), cache[pages[has_page], positions[has_page] % page_size].float().double()
-            )
-            for cache in (k_cache, v_cache)
-        )
+        k, v = (_rows_of(cache, page_table[b], has_query) for cache in (k_cache, v_cache))
         k, v = k * k_factor.double()[:, None], v * v_factor.double()[:, None]
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         scores = torch.einsum("qhd,khd->hqk", q[begin : begin + n].double(), k)

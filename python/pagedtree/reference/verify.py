@@ -8,6 +8,11 @@ from typing import Any
 
 import numpy as np
 
+__all__ = [
+    "acceptance", "block", "branches", "children_of", "excess", "judge_exclusive", "judge_in_turn", "normalised",
+    "rejection", "traversal", "typical", "walk", "without",
+]  # fmt: skip
+
 
 def walk(parents: Sequence[int], drafts: Sequence[int], next_token: Callable[[int, int], int]) -> tuple[list, list]:
     """Returns path and tokens of sampled or greedy verification; next_token(node, depth) is the token after `node`."""

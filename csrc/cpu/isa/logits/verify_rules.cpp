@@ -1,8 +1,6 @@
-// The `Rows` of core/verify/rules.h by sequential scans, and verify_sampled.
-#include "core/verify/block.h"
-#include "core/verify/rejection.h"
-#include "core/verify/traversal.h"
-#include "core/verify/typical.h"
+// The `Rows` of core/verify/rules.h by sequential scans, the rules over them, and verify_sampled.
+#define PT_WITH_WALKS
+#include "core/verify/table.h"
 #include "cpu/isa.h"
 #include "cpu/isa/logits/mass_sums.h"
 #include "cpu/isa/logits/options.h"
@@ -177,24 +175,11 @@ void verify_sampled(const VerifyParams& p, int64_t b, RowScratch& scratch) {
   walk.finish();
 }
 
-void verify_rejection(const RatioParams& p, int64_t b, RowScratch& scratch) {
-  Rows rows(p, scratch);
-  walk_rejection(p, b, rows);
-}
-
-void verify_block(const RatioParams& p, int64_t b, RowScratch& scratch) {
-  Rows rows(p, scratch);
-  walk_block(p, b, rows);
-}
-
-void verify_typical(const RatioParams& p, int64_t b, RowScratch& scratch) {
-  Rows rows(p, scratch);
-  walk_typical(p, b, rows);
-}
-
-void verify_traversal(const RatioParams& p, int64_t b, RowScratch& scratch) {
-  Rows rows(p, scratch);
-  walk_traversal(p, b, rows);
-}
+#define PT_KERNEL(op, Params, name, walk, ...)               \
+  void op(const Params& p, int64_t b, RowScratch& scratch) { \
+    Rows rows(p, scratch);                                   \
+    walk(p, b, rows);                                        \
+  }
+PT_EACH_WALK(PT_KERNEL, PT_KERNEL)
 
 }  // namespace pagedtree::cpu::PAGEDTREE_ISA

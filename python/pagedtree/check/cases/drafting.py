@@ -13,7 +13,6 @@ from torch import Tensor
 
 from pagedtree import (
     Draft,
-    DraftState,
     DraftTree,
     SamplingParams,
     expand_tree,
@@ -26,6 +25,7 @@ from pagedtree import (
 from pagedtree.check.case import Case, Place, Results, within
 from pagedtree.check.cases.inputs import DTYPES, float32, int32, int64, normal, random_tree, seeded, words64
 from pagedtree.check.cases.verification import SAMPLINGS, hostile_rows
+from pagedtree.drafting import DraftState
 from pagedtree.reference import drafting as loops
 from pagedtree.reference.tree import pack
 

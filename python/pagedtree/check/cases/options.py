@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import pagedtree
 from pagedtree import (
     DraftTree,
     RequestOptions,
@@ -18,17 +19,14 @@ from pagedtree import (
     TreeBatch,
     Verdict,
     commit,
-    distributed,
     reference,
     sample,
     token_logprobs,
-    verify_block,
-    verify_rejection,
     verify_sampled,
-    verify_traversal,
 )
 from pagedtree.check.case import CPU, Case, Place, Results, within
 from pagedtree.check.cases.inputs import float32, int32, int64, normal, random_tree, seeded, uniform, words64
+from pagedtree.check.cases.rules import RULES
 from pagedtree.check.cases.shards import on_ranks
 from pagedtree.check.cases.verification import Problem, Sampling, forest, problem_of, with_draft_vocabulary
 from pagedtree.distributed import VocabShards
@@ -45,11 +43,6 @@ PARTS = {
     "allowed tokens": ("allowed_mask",),
     "bad words": ("bad_tokens", "cu_bad_words", "cu_bad_seqs", "history", "history_lens", "history_start"),
     "minimum length": ("stop_ids", "min_position"),
-}
-RULES: dict[str, tuple[Any, str]] = {
-    "verify_rejection": (verify_rejection, "onehot"),
-    "verify_block": (verify_block, "iid"),
-    "verify_traversal": (verify_traversal, "swor"),
 }
 
 
@@ -221,7 +214,7 @@ def _call(op: str, place: Place, problem: Problem, logits: Tensor, params: Sampl
     given = place.put({**given, **_streams(problem.batch)})
     if op == "verify_sampled":
         return verify_sampled(*arguments, **given)
-    verify, law = RULES[op]
+    verify, _, (*_, law) = RULES[op]
     probs = None if law == "onehot" else place.put(_draft_probs(problem))
     return verify(*arguments, draft_law=law, draft_probs=probs, **given)
 
@@ -253,7 +246,7 @@ def _verify(
         (_, drafts, trees), keywords = problem.place(place)
         if not sharded:
             return _call(op, place, problem, problem.logits, params, options=options, **keywords)._asdict()
-        verify, law = getattr(distributed, op), {} if op == "verify_sampled" else {"draft_law": "onehot"}
+        verify, law = getattr(pagedtree, op), {} if op == "verify_sampled" else {"draft_law": "onehot"}
         logits, inputs = place.put((problem.logits, {"params": params, "options": options, **_streams(problem.batch)}))
 
         def on_rank(shards: VocabShards) -> Results:

@@ -39,7 +39,7 @@ from pagedtree.check.cases.verification import (
 
 RULES: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
     "verify_rejection": (verify_rejection, reference.rejection, ("iid", "swor", "onehot")),
-    "verify_block": (verify_block, reference.block, ("iid", "onehot")),
+    "verify_block": (verify_block, reference.block, ("onehot", "iid")),
     "verify_traversal": (verify_traversal, reference.traversal, ("iid", "swor")),
 }
 CHAINS = [[-1, 0, 1, 2, 3], [-1, 0, 1, 2], [-1, 0, 1], [-1], [-1, 0]]

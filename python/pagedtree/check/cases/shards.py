@@ -1,6 +1,6 @@
 """step_shards, follow_shards, weigh_shards, walk_shards: sharded vocabularies, where threads play the ranks.
 
-The verify ops of pagedtree.distributed drive the four ops; all ranks must return the whole vocabulary's results.
+The verify ops drive the four ops; all ranks must return the whole vocabulary's results.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import pagedtree
-from pagedtree import SamplingParams, TreeBatch, distributed, sample
+from pagedtree import SamplingParams, TreeBatch, sample
 from pagedtree.bits import packed, unpacked
 from pagedtree.check.case import CPU, Case, Place, Results
 from pagedtree.check.cases.inputs import DTYPES, normal, seeded, uniform, words64
@@ -192,7 +192,7 @@ def _verify(
 
     def part(place: Place, shards: VocabShards) -> Results:
         (logits, *inputs), params, options = given(place)
-        verify = getattr(distributed, f"verify_{rule}")
+        verify = getattr(pagedtree, f"verify_{rule}")
         return verify(shards.own(logits), *inputs, *params, shards=shards, **_own(options, shards))._asdict()
 
     ops = ("weigh_shards", "walk_shards") if rule == "rejection" else ("follow_shards",)
@@ -222,6 +222,6 @@ def _sample(name: str, vocab: int, dtype: torch.dtype, sizes: list[int]) -> Case
 
     def part(place: Place, shards: VocabShards) -> Results:
         logits = shards.own(place.put(rows))
-        return {"tokens": distributed.sample(logits, SamplingParams(**sampling), shards=shards, **_streams(place, 12))}
+        return {"tokens": sample(logits, SamplingParams(**sampling), shards=shards, **_streams(place, 12))}
 
     return _case(f"shards/sample/{name}", ("step_shards",), sizes, whole, part)

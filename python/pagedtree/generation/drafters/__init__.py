@@ -1,6 +1,6 @@
 """Drafters of the next tokens."""
 
-from pagedtree.generation.drafters.base import Drafter, FeatureRows, NoDrafter, Proposal, StepResult, as_drafter
+from pagedtree.generation.drafters.base import Drafter, FeatureRows, NoDrafter, StepResult
 from pagedtree.generation.drafters.block import BlockDrafter
 from pagedtree.generation.drafters.block_model import BlockDraftConfig, BlockDraftModel
 from pagedtree.generation.drafters.combined import CombinedDrafter
@@ -29,11 +29,9 @@ __all__ = [
     "NgramDrafter",
     "NoDrafter",
     "ParallelEagleDrafter",
-    "Proposal",
     "StepResult",
     "SuffixDrafter",
     "TextMemory",
-    "as_drafter",
     "load_drafter",
     "medusa_tree",
 ]

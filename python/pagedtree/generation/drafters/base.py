@@ -27,6 +27,9 @@ __all__ = [
     "roots_only",
 ]
 
+# Members of `Drafter` that an object without `observe` may have.
+STATELESS = ["propose", "max_nodes", "draft_law", "is_chain", "model", "networks"]
+
 Proposal = Draft | tuple[Tensor, TreeBatch, Tensor | None]
 
 
@@ -35,8 +38,7 @@ class StepResult:
     """One verified pass, as `Drafter.observe` and the `on_step` callback of `generate` receive it.
 
     Attributes:
-        sequences: B, with their new tokens. The first `num_read` finished prefill (or restoration) in this pass and
-            have root-only trees.
+        sequences: B, with their new tokens. The first `num_read` finished prefill in this pass: root-only trees.
         start: int32 [B], the roots' positions.
         draft: draft_tokens int64 [N] includes the roots' tokens; draft_probs and draft_rows: under draft_law "iid" or
             "swor".
@@ -88,7 +90,7 @@ class FeatureRows:
 
     def accepted(self, result: StepResult) -> list[tuple[GeneratedSequence, int, Tensor]]:
         """Returns (sequence, position of its root, features of root and accepted tokens) for each sequence that
-        decoded. The newest token is not read yet. result: the argument of `observe` for the same pass."""
+        decoded. result: `observe`'s, of the same pass."""
         decoded, roots = self.sequences[len(self.counts) :], self.start[len(self.counts) :]
         if decoded and result.trees.max_nodes == 1:  # root-only trees: the rows are in order
             return list(zip(decoded, roots, self.features[sum(self.counts) :].split(1), strict=True))
@@ -105,27 +107,23 @@ class Drafter:
     """Base class of drafters. Any object with `propose` works; the rest supports drafters with state.
 
     Attributes:
-        max_nodes: most nodes of a tree, root included, for which slots are reserved. 0 = unknown before `propose`;
-            required of drafters with state.
+        max_nodes: most nodes of a tree, root included. 0 = unknown before `propose`, for drafters without state.
         num_positions: positions of the drafter's model, None = unlimited. The drafter does not get sequences whose
             newest token is past them, and no node is verified whose parent is.
         max_depth: most levels below the root. 0 = max_nodes - 1.
         needs_hidden: whether `observe` needs the target's hidden states.
         num_weights: parameters used per token read, for the cost relative to the target.
-        model: the draft model, if there is one. Calls of `generate` that share it take turns.
+        model: the draft model, if any. Calls of `generate` that share it take turns.
         networks: torch modules and other callables that compute drafts.
-        feature_layers: decoder layers of the target, from 0, whose outputs `read` needs at all tokens of every pass,
-            prompts included. The output of layer i is the residual stream after it: transformers' hidden_states[i + 1]
-            (of the last layer before the final norm, which hidden_states[-1] includes), and entry i of SGLang's
-            eagle_aux_hidden_state_layer_ids; vLLM's entry counts layer inputs: i + 1. Without an entry both take the
-            outputs of layers 1, n // 2 - 1 and n - 4 of n.
+        feature_layers: decoder layers of the target, from 0, whose outputs `read` needs at all tokens, prompts
+            included. The output of layer i is the residual stream after it: transformers' hidden_states[i + 1] (of the
+            last layer before the final norm), entry i of SGLang's eagle_aux_hidden_state_layer_ids, i + 1 of vLLM's.
         draft_law: how the children of a node are chosen, see `pagedtree.verify_rejection`: "onehot" (deterministic), or
             "iid" or "swor", whose proposals have draft_probs. "coupled": drawn with the noise of rule "sampled".
         grows_by_level: whether each level takes a model pass.
         has_free_guesses: whether it can draft without a model pass, on `limit_depth(0)`.
         is_chain: whether no node of any tree has two children.
-        is_capturable: whether a captured step (`generate(cuda_graph=True)`) can include its work; each subclass
-            declares it anew.
+        is_capturable: whether steps of `generate(cuda_graph=True)` can hold its work; not inherited.
     """
 
     max_nodes: int = 1
@@ -147,7 +145,7 @@ class Drafter:
 
     @property
     def given(self) -> Any:
-        """The object that holds the state: `self`, or the one that `as_drafter` adapted."""
+        """`self`, or the object that `as_drafter` adapted."""
         return self
 
     def check_target(self, model: PackedModel) -> None:
@@ -159,26 +157,19 @@ class Drafter:
     def end(self) -> None:
         """Ends the call of `generate`, also after a failure."""
 
-    def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
-        """Sets the sequences of the next `propose`'s rows. batch_size: rows of a captured step, idle past the
-        sequences."""
+    def select(self, sequences: list[GeneratedSequence]) -> None:
+        """Sets the sequences of the next `propose`'s rows."""
         self._selected = sequences
 
     def start(self, tokens: Tensor, lengths: Tensor) -> None:
         """Receives the next `propose`'s arguments while the target still runs."""
 
-    def propose(
-        self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
-    ) -> Proposal:
+    def propose(self, tokens: Tensor, lengths: Tensor) -> Proposal:
         """Drafts continuations of B sequences.
 
         tokens: int64 [B, capacity], prompt and generated tokens. lengths: int32 [B], the number of valid tokens.
-        Returns draft_tokens [N], a TreeBatch of B trees, and the distributions they were drawn from, [N, V], or None;
-        or a `pagedtree.Draft`. Every tree has at least its root, the token tokens[b, lengths[b] - 1]; its draft token
-        is ignored.
-
-        active: bool [B], only in captured steps, which stay on the device; False for an idle row, whose tree may be
-        empty. rows: int64 [B], the sequences' index; their number for an idle row.
+        Returns a `pagedtree.Draft`, or draft_tokens [N], a TreeBatch of B trees, and the distributions they were drawn
+        from, [N, V], or None. The root of a tree is tokens[b, lengths[b] - 1]; its draft token is ignored.
         """
         raise NotImplementedError
 
@@ -187,17 +178,15 @@ class Drafter:
         return None
 
     def read(self, rows: FeatureRows) -> None:
-        """Receives the target's features of every pass, with `feature_layers` only.
-
-        `observe` follows if any of the pass's sequences gains tokens. One outcome of a prompt reads its first
-        `shared_len` tokens, the others begin there. An evicted sequence is read again, from there or from 0.
-        """
+        """Receives the target's features of every pass, with `feature_layers` only; `observe` follows if any sequence
+        gains tokens. One outcome of a prompt reads its first `shared_len` tokens, the others begin there. An evicted
+        sequence is read again, from there or from 0."""
 
     def narrow(self, draft: Draft, rows: Tensor) -> None:
         """Receives the rows, int32, of the last proposal that the target verifies."""
 
-    def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
-        """Receives the verified pass. rows: as in `propose`; result.sequences is then empty, and `advance` follows."""
+    def observe(self, result: StepResult) -> None:
+        """Receives the verified pass."""
 
     def limit_depth(self, levels: int | None) -> None:
         """Limits further proposals to this many levels, if that saves time; None: max_depth; 0, with
@@ -212,6 +201,18 @@ class Drafter:
         """Allocates, at fixed addresses, the state of captured steps of at most `batch_size` of the call's sequences.
         model: the target."""
 
+    def select_captured(self, sequences: list[GeneratedSequence], batch_size: int) -> None:
+        """Prepares a captured step on the host. Its first rows are of these sequences, the others idle."""
+        self._selected = sequences
+
+    def propose_captured(self, tokens: Tensor, lengths: Tensor, active: Tensor, rows: Tensor) -> Proposal:
+        """Like `propose`, which is the default, on the device alone. active: bool [B], False for an idle row, whose
+        tree may be empty. rows: int64 [B], the sequences' index; their number for an idle row."""
+        return self.propose(tokens, lengths)
+
+    def observe_captured(self, result: StepResult, rows: Tensor) -> None:
+        """Like `observe`, on the device alone; result.sequences is empty. rows: as in `propose_captured`."""
+
     def advance(self, sequences: list[GeneratedSequence]) -> None:
         """Updates the host's state after a captured step has committed tokens of these sequences."""
 
@@ -219,25 +220,17 @@ class Drafter:
         """Drops a finished or evicted sequence; an evicted one may return."""
 
 
-class _Stateless(Drafter):
-    """An object with `propose` and some of these members."""
+class _Adapted(Drafter):
+    """An object with `propose`, and the members of `Drafter` that it has; without `observe`, those without state."""
 
-    members: tuple[str, ...] = ("propose", "max_nodes", "draft_law", "is_chain", "model", "networks")
-
-    def __init__(self, drafter: Any) -> None:
-        values = {name: getattr(drafter, name) for name in self.members if hasattr(drafter, name)}
-        vars(self).update({"max_nodes": 0, **values})
-
-
-class _Stateful(_Stateless):
-    """An object that also has `observe`, and any members of `Drafter`."""
-
-    members = tuple(name for name in vars(Drafter) if not name.startswith("_") and name != "given")
     given: Any = None
 
     def __init__(self, drafter: Any) -> None:
-        super().__init__(drafter)
-        self.given = drafter
+        names = [name for name in vars(Drafter) if not name.startswith("_") and name != "given"]
+        if not callable(getattr(drafter, "observe", None)):
+            names = STATELESS
+        values = {name: getattr(drafter, name) for name in names if hasattr(drafter, name)}
+        vars(self).update({"max_nodes": 0, **values, "given": drafter})
 
 
 def as_drafter(drafter: Any) -> Drafter:
@@ -248,7 +241,7 @@ def as_drafter(drafter: Any) -> Drafter:
         return drafter
     if not callable(getattr(drafter, "propose", None)):
         raise TypeError(f"drafter: expected an object with propose(tokens, lengths), got {type(drafter).__name__}")
-    return _Stateful(drafter) if callable(getattr(drafter, "observe", None)) else _Stateless(drafter)
+    return _Adapted(drafter)
 
 
 def roots_only(batch_size: int, device: torch.device) -> Draft:
@@ -281,7 +274,5 @@ class NoDrafter(Drafter):
     is_chain = True
     is_capturable = True
 
-    def propose(
-        self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
-    ) -> Draft:
+    def propose(self, tokens: Tensor, lengths: Tensor) -> Draft:
         return roots_only(tokens.shape[0], tokens.device)

@@ -28,10 +28,8 @@ class BlockDrafter(Drafter):
     """A drafter that predicts all levels in one pass and proposes the likeliest tree over them.
 
     One pass over [root, mask, mask, ...], whose tokens see the text and each other, gives an independent distribution
-    per place after the root, for `pagedtree.best_first_tree`.
-
-    The keys and values of the text come from the target's features. Pages are kept as in `ModelDrafter`, and at most
-    256 MiB of unread features while nothing is drafted (`generate(tree="auto")`).
+    per place after the root, for `pagedtree.best_first_tree`. The keys and values of the text come from the target's
+    features, of which at most 256 MiB wait while nothing is drafted (`generate(tree="auto")`).
 
     Sources: DFlash (Chen et al., 2026, arXiv 2602.06036); DDTree (Ringel and Romano, 2026, arXiv 2604.12989).
 
@@ -88,7 +86,7 @@ class BlockDrafter(Drafter):
     def read(self, rows: FeatureRows) -> None:
         self._waiting.read(rows)
 
-    def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
+    def observe(self, result: StepResult) -> None:
         self._waiting.observe(result)
 
     def unread(self, sequences: list[GeneratedSequence]) -> int:
@@ -111,9 +109,7 @@ class BlockDrafter(Drafter):
     def _read_waiting(self) -> None:
         self._append(self._waiting.take_all())
 
-    def propose(
-        self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
-    ) -> Draft:
+    def propose(self, tokens: Tensor, lengths: Tensor) -> Draft:
         self._waiting.sort()
         self._read_waiting()
         start = (lengths - 1).long()

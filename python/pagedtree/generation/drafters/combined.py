@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import compress
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pagedtree import Draft
 from pagedtree.generation.drafters.base import Drafter, FeatureRows, StepResult, as_drafter
-from pagedtree.generation.drafters.bounded import RowMap, bounded, trees_of
+from pagedtree.generation.drafters.limits import Question, part_of, trees_of, values_at
 from pagedtree.generation.drafters.ngram import NgramDrafter
 from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.rules import Sampling
@@ -29,12 +28,19 @@ WEIGHT = 3.0
 LOOK_AFTER = 32
 
 
+class Answer(NamedTuple):
+    """A drafter's trees for these places of the batch. source: has their log-probabilities."""
+
+    places: list[int]
+    draft: Draft
+    source: Question | NgramDrafter
+
+
 class CombinedDrafter(Drafter):
     """A choice between two drafters by expected tokens per cost.
 
     It counts, per sequence, the new tokens that each drafter's tree contained; n-grams, looked up before the choice,
-    always count, per match length. A model's pass takes the same time for one sequence and for all, so the batch
-    decides:
+    count per match length. A model's pass takes the same time for one sequence and for all, so the batch decides:
 
         expected[d][b] = recent average of tokens that trees of drafter d contained for this sequence
         # one drafter everywhere, the other everywhere, or the one with the largest expected[d][b] per sequence:
@@ -42,17 +48,13 @@ class CombinedDrafter(Drafter):
         trees[b] = chosen[b].propose(tokens[b])
 
     The choice depends neither on a clock nor on the draws of the chosen tree, so rules stay lossless. A drafter that
-    was idle for 32 steps is asked once. One synchronisation per step on a GPU.
-
-    Source: the hybrid mode of SuffixDecoding (Oliaro et al., 2024), which prefers a copy above a threshold.
+    was idle for 32 steps is asked once. Source: the hybrid mode of SuffixDecoding (Oliaro et al., 2024).
 
     Args:
-        drafter, lookup: two drafters of the same draft_law. lookup: default chains of 7 tokens, after at most 8 equal
-            ones.
-        min_match: 1 to the lookup's max_ngram. Prior: copies after a match of at least this length are fully accepted,
-            others rejected; a model gets one token accepted.
-        costs: of a proposal of each, in passes of the target. None: passes of its model (one per level if it grows by
-            level) times the ratio of weights.
+        drafter, lookup: of the same draft_law. lookup: default chains of 7 tokens, after at most 8 equal ones.
+        min_match: 1 to the lookup's max_ngram. Prior: all of a copy after at least so long a match is accepted, nothing
+            of others, one token of a model's.
+        costs: of a proposal of each, in passes of the target. None: its model's passes times the ratio of weights.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class CombinedDrafter(Drafter):
         if costs is not None and (len(costs) != 2 or not all(0.0 <= cost < float("inf") for cost in costs)):
             raise ValueError(f"costs: expected None or two numbers from 0 on, got {costs}")
         self.min_match, self.costs = min_match, costs
-        self.both = [member if ngram else bounded(member) for member, ngram in zip(pair, self.is_lookup, strict=True)]
+        self.both = pair
         self.draft_law = laws[0]
         sizes = [member.max_nodes for member in pair]
         self.max_nodes = max(sizes) if all(sizes) else 0  # else nobody knows
@@ -99,12 +101,12 @@ class CombinedDrafter(Drafter):
         self._forget_step()
 
     def _forget_step(self) -> None:
-        # Of the last proposal: each drafter's rows of the batch and draft, its match lengths, and the chosen drafters.
-        self._given: list[tuple[list[int], Draft] | None] = [None, None]
+        # The last proposal's: each drafter's answer, its match lengths, and the chosen drafters.
+        self._given: list[Answer | None] = [None, None]
         self._kinds: list[list[int]] = [[], []]
         self._chosen: list[int] = []
         self._lengths: list[int] = []  # of the texts; empty once the tokens after them are counted
-        self._map: RowMap | None = None  # its rows in the concatenated drafts; None: one drafter has all
+        self._rows: Tensor | None = None  # its rows in the concatenated drafts; None: one drafter has all
 
     def check_target(self, model: PackedModel) -> None:
         self._target_weights = max(model.num_weights, 1)
@@ -124,15 +126,14 @@ class CombinedDrafter(Drafter):
     def start(self, tokens: Tensor, lengths: Tensor) -> None:
         """Does nothing: each drafter's sequences are not known yet."""
 
-    def propose(
-        self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
-    ) -> Draft:
+    def propose(self, tokens: Tensor, lengths: Tensor) -> Draft:
         self._forget_step()
         everywhere = list(range(tokens.shape[0]))
         self._kinds = [[-1] * len(everywhere)] * 2
-        for which in compress((0, 1), self.is_lookup):
-            self._ask(which, everywhere, tokens, lengths)
-            self._kinds[which] = cast(NgramDrafter, self.both[which]).same_before().tolist()
+        for which, drafter in enumerate(self.both):
+            if isinstance(drafter, NgramDrafter):
+                self._ask(which, everywhere, tokens, lengths)
+                self._kinds[which] = drafter.same_before().tolist()
         self._lengths = [len(sequence.tokens) for sequence in self._selected]
         self._chosen = self._choose()
         for which, is_lookup in enumerate(self.is_lookup):
@@ -141,27 +142,29 @@ class CombinedDrafter(Drafter):
                 self._ask(which, places, tokens, lengths)
             self._idle[which] = 0 if places or is_lookup else self._idle[which] + 1
         if len(set(self._chosen)) == 1:
-            return self._of(self._chosen[0])[1]
+            return self._of(self._chosen[0]).draft
         # Trees are numbered across both drafts; each drafter has only the trees of its own rows.
-        trees = {(which, b): i for i, (which, b) in enumerate((w, b) for w in (0, 1) for b in self._of(w)[0])}
+        trees = {(which, b): i for i, (which, b) in enumerate((w, b) for w in (0, 1) for b in self._of(w).places)}
         indices = [trees[which, b] for b, which in enumerate(self._chosen)]
-        combined, rows = trees_of([self._of(0)[1], self._of(1)[1]], indices)
-        self._map = RowMap(rows)
+        combined, self._rows = trees_of([self._of(0).draft, self._of(1).draft], indices)
         return combined
 
     def _ask(self, which: int, places: list[int], tokens: Tensor, lengths: Tensor) -> None:
-        drafter = self.both[which]
-        drafter.select([self._selected[b] for b in places])
+        drafter, sequences = self.both[which], [self._selected[b] for b in places]
         if len(places) < tokens.shape[0]:
             rows = torch.tensor(places, dtype=torch.int64).to(tokens.device)
             tokens, lengths = tokens.index_select(0, rows), lengths.index_select(0, rows)
-        drafter.start(tokens, lengths)
-        self._given[which] = places, cast(Draft, drafter.propose(tokens, lengths))
+        if isinstance(drafter, NgramDrafter):  # whole copies count; the engine cuts them
+            drafter.select(sequences)
+            self._given[which] = Answer(places, drafter.propose(tokens, lengths), drafter)
+        else:
+            question = Question(drafter, sequences, tokens, lengths)
+            self._given[which] = Answer(places, question.answer(), question)
 
-    def _of(self, which: int) -> tuple[list[int], Draft]:
-        proposal = self._given[which]
-        assert proposal is not None
-        return proposal
+    def _of(self, which: int) -> Answer:
+        answer = self._given[which]
+        assert answer is not None
+        return answer
 
     def _choose(self) -> list[int]:
         size = len(self._selected)
@@ -201,27 +204,27 @@ class CombinedDrafter(Drafter):
         """Returns log-probabilities on one scale for copies and a model's drafts."""
         if not self._chosen:
             return None
-        if self._map is None:
-            return self.both[self._chosen[0]].confidence()
-        sizes = [self._of(which)[1].draft_tokens.shape[0] for which in (0, 1)]
+        if self._rows is None:
+            return self._of(self._chosen[0]).source.confidence()
+        sizes = [self._of(which).draft.draft_tokens.shape[0] for which in (0, 1)]
         parts = torch.zeros(sum(sizes), dtype=torch.float32).split(sizes)
-        for part, drafter in zip(parts, self.both, strict=True):
-            log_probs = drafter.confidence()
+        for which, part in enumerate(parts):
+            log_probs = self._of(which).source.confidence()
             if log_probs is None:
                 return None
             part[: len(log_probs)] = log_probs[: len(part)].cpu()
-        return self._map.values(torch.cat(parts))
+        return values_at(torch.cat(parts), self._rows)
 
     def narrow(self, draft: Draft, rows: Tensor) -> None:
-        if self._map is None:
+        if self._rows is None:
             if self._chosen:
-                self.both[self._chosen[0]].narrow(draft, rows)
+                self._of(self._chosen[0]).source.narrow(draft, rows)
             return
-        first = [0, self._of(0)[1].draft_tokens.shape[0]]
-        for which, drafter in enumerate(self.both):
-            if not self.is_lookup[which]:
-                part, indices = trees_of([draft], [b for b, index in enumerate(self._chosen) if index == which])
-                drafter.narrow(part, self._map.part(rows).part(indices).rows(first[which]))
+        first, rows = [0, self._of(0).draft.draft_tokens.shape[0]], part_of(self._rows, rows)
+        for which, is_lookup in enumerate(self.is_lookup):
+            if not is_lookup:
+                part, own = trees_of([draft], [b for b, index in enumerate(self._chosen) if index == which])
+                self._of(which).source.narrow(part, (rows[own] - first[which]).int())
 
     def read(self, rows: FeatureRows) -> None:
         counts = [len(layers) for layers in self._layers]
@@ -232,16 +235,16 @@ class CombinedDrafter(Drafter):
             if count:
                 drafter.read(replace(rows, features=features))
 
-    def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
+    def observe(self, result: StepResult) -> None:
         self._count()
         for drafter in self.both:
             drafter.observe(result)
 
     def _count(self) -> None:
-        for which, proposal in enumerate(self._given):
-            if proposal is None or not self._lengths:
+        for which, answer in enumerate(self._given):
+            if answer is None or not self._lengths:
                 continue
-            places, draft = proposal
+            places, draft, _ = answer
             offsets = draft.trees.cu_nodes.tolist()
             tokens, parents = draft.draft_tokens.tolist(), draft.trees.parents.tolist()
             for i, b in enumerate(places):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pagedtree import Draft, DraftState, slot_mapping
+from pagedtree import Draft, drafting, slot_mapping
 from pagedtree.generation.drafters.base import FeatureRows, StepResult, roots_only
 from pagedtree.generation.drafters.eagle_head import EagleHead
 from pagedtree.generation.drafters.fixed_features import FixedFeatures
@@ -63,11 +63,12 @@ class EagleDrafter(TreeGrower):
     def read(self, rows: FeatureRows) -> None:
         self._waiting.read(rows)
 
-    def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
-        if rows is None:
-            self._waiting.observe(result)
-        elif self._fixed is not None:
-            self._fixed.store(result, rows)
+    def observe(self, result: StepResult) -> None:
+        self._waiting.observe(result)
+
+    def observe_captured(self, result: StepResult, rows: Tensor) -> None:
+        assert self._fixed is not None
+        self._fixed.store(result, rows)
 
     def unread(self, sequences: list[GeneratedSequence]) -> int:
         return self._waiting.unread(sequences)
@@ -78,11 +79,7 @@ class EagleDrafter(TreeGrower):
             self._fixed.held.pop(sequence.index, None)
         super().forget(sequence)
 
-    def propose(
-        self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
-    ) -> Draft:
-        if rows is not None:
-            return self._of_target(self._guess_fixed(tokens, lengths, active, rows))
+    def propose(self, tokens: Tensor, lengths: Tensor) -> Draft:
         self._waiting.sort()
         if self._fixed is not None:
             self._waiting.put(self._fixed.take(self._selected))
@@ -105,11 +102,9 @@ class EagleDrafter(TreeGrower):
             count = max((sequence.index for sequence in sequences), default=-1) + 1
             self._fixed = FixedFeatures(count, self.max_depth + 1, width, weight.dtype, weight.device)
 
-    def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
-        """Before a captured step, also reads the features of ordinary passes but each sequence's last."""
-        super().select(sequences, batch_size)
-        if batch_size is None:
-            return
+    def select_captured(self, sequences: list[GeneratedSequence], batch_size: int) -> None:
+        """Also reads the features of ordinary passes but each sequence's last."""
+        super().select_captured(sequences, batch_size)
         assert self._fixed is not None
         self._waiting.sort()
         for sequence in sequences:
@@ -133,13 +128,11 @@ class EagleDrafter(TreeGrower):
             self._cached[sequence.index] = self._fixed.held[sequence.index] = begin
             self.cache.trim(sequence.index, sequence.root)
 
-    def _guess_fixed(self, tokens: Tensor, lengths: Tensor, active: Tensor | None, rows: Tensor) -> Draft:
-        """Reads the previous step's features and grows the trees. Device only."""
+    def propose_captured(self, tokens: Tensor, lengths: Tensor, active: Tensor, rows: Tensor) -> Draft:
+        """Reads the previous step's features and grows the trees."""
         assert self._fixed is not None
         table, features = self._tables[rows.shape[0]].tensor, self._fixed.features.index_select(0, rows)
-        counts = self._fixed.counts.index_select(0, rows)
-        if active is not None:
-            counts = counts.where(active, 0)
+        counts = self._fixed.counts.index_select(0, rows).where(active, 0)
         batch, most = features.shape[:2]
         begin = (lengths - 1 - counts).clamp(min=0)
         offsets = F.pad(counts.cumsum(0), (1, 0))
@@ -155,7 +148,8 @@ class EagleDrafter(TreeGrower):
         step = PagedStep(self.cache, table, seq_lens, offsets, slots, None, None, max_seqlen_q=most)
         states = self._run(ids, self.head.fuse(features[owner, place]), positions, step)
         last = (offsets[1:] - 1).clamp(min=0)
-        return self._grow_under(states.index_select(0, last), table, (lengths - 2).clamp(min=0), active)
+        start = (lengths - 2).clamp(min=0)
+        return self._of_target(self._grow_under(states.index_select(0, last), table, start, active))
 
     def _guess(self, table: Tensor, lengths: Tensor) -> Draft:
         # The head's row of the root has the position and features of the token before it.
@@ -224,7 +218,7 @@ class EagleDrafter(TreeGrower):
             last = last[:, None] + torch.arange(-num_unknown, 1, device=last.device, dtype=torch.int64)
         return states[last]
 
-    def _read_level(self, state: DraftState, table: Tensor, start: Tensor) -> Tensor:
+    def _read_level(self, state: drafting.DraftState, table: Tensor, start: Tensor) -> Tensor:
         assert self._states is not None
         # A node reads its parent's state, the head's output of the previous pass.
         batch, newest = state.batch_size, state.level_sizes[-1]

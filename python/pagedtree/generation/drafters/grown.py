@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pagedtree import Draft, DraftState, expand_tree, rerank_tree, slot_mapping, start_draft
+from pagedtree import Draft, drafting, expand_tree, rerank_tree, slot_mapping, start_draft
 from pagedtree.generation.drafters.base import Drafter
 from pagedtree.generation.host_mirror import Mirror
 from pagedtree.generation.packed_model import PackedModel
@@ -144,11 +144,11 @@ class TreeGrower(Drafter):
             draft = draft._replace(draft_probs=F.pad(draft.draft_probs, (0, padding)) if padding else draft.draft_probs)
         return draft
 
-    def _read_level(self, state: DraftState, table: Tensor, start: Tensor) -> Tensor:
+    def _read_level(self, state: drafting.DraftState, table: Tensor, start: Tensor) -> Tensor:
         """Runs one pass over the frontiers; returns logits [B * F, V]."""
         raise NotImplementedError
 
-    def _level_step(self, state: DraftState, table: Tensor, start: Tensor) -> PagedStep:
+    def _level_step(self, state: drafting.DraftState, table: Tensor, start: Tensor) -> PagedStep:
         tree_lens, offsets, present = state.level_tree_lens, state.cu_seqlens_q, state.level_present
         seq_lens = start + tree_lens
         slots = slot_mapping(table, seq_lens, offsets, self.cache.page_size, total_q=present.shape[0])

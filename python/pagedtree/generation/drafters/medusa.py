@@ -101,10 +101,7 @@ class MedusaHeads(nn.Module):
     def from_pretrained(cls, path: str | Path, model: Any) -> MedusaHeads:
         """Returns heads for `model` (its output layer, device and dtype) from the folder `path`, in the format of
         `save_pretrained` or of Medusa: config.json with medusa_num_heads, and medusa_lm_head.safetensors or
-        medusa_lm_head.pt. All heads in the file are used.
-
-        Raises as `EagleHead.from_pretrained` does.
-        """
+        medusa_lm_head.pt, all of whose heads are used. Raises as `EagleHead.from_pretrained` does."""
         target = Target.of(model)
         heads = cls.load(path, target.lm_head)
         if heads.outputs is not None and heads.outputs.shape[1] not in target.vocab_sizes:
@@ -218,18 +215,24 @@ class MedusaDrafter(Drafter):
     def confidence(self) -> Tensor | None:
         return self._log_probs
 
-    def propose(
-        self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
-    ) -> Draft:
+    def propose(self, tokens: Tensor, lengths: Tensor) -> Draft:
         self._log_probs = None
         self._store_newest()
-        if rows is None:
-            fallback = next((sequence.index for sequence in self._selected if sequence.index in self._known), None)
-            if fallback is None:
-                return roots_only(tokens.shape[0], tokens.device)
-            # A sequence without a state drafts from an arbitrary one at no cost.
-            indices = [sequence.index if sequence.index in self._known else fallback for sequence in self._selected]
-            rows = torch.tensor(indices, dtype=torch.int64).to(tokens.device)
+        fallback = next((sequence.index for sequence in self._selected if sequence.index in self._known), None)
+        if fallback is None:
+            return roots_only(tokens.shape[0], tokens.device)
+        # A sequence without a state drafts from an arbitrary one at no cost.
+        indices = [sequence.index if sequence.index in self._known else fallback for sequence in self._selected]
+        return self._trees(torch.tensor(indices, dtype=torch.int64).to(tokens.device))
+
+    def select_captured(self, sequences: list[GeneratedSequence], batch_size: int) -> None:
+        self._store_newest()
+
+    def propose_captured(self, tokens: Tensor, lengths: Tensor, active: Tensor, rows: Tensor) -> Draft:
+        return self._trees(rows, active)
+
+    def _trees(self, rows: Tensor, active: Tensor | None = None) -> Draft:
+        """Returns the trees of the states in these rows."""
         assert self._hidden is not None
         logits = self.heads(self._hidden.index_select(0, rows))
         if self._vocab_size is not None and logits.shape[-1] > self._vocab_size:
@@ -241,11 +244,12 @@ class MedusaDrafter(Drafter):
         draft, self._log_probs = best_trees(logits[:, : self._depth], self.tree)
         return draft
 
-    def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
+    def observe_captured(self, result: StepResult, rows: Tensor) -> None:
         assert result.hidden is not None
-        if rows is not None:
-            self._store(rows, result.hidden, result.commit)
-            return
+        self._store(rows, result.hidden, result.commit)
+
+    def observe(self, result: StepResult) -> None:
+        assert result.hidden is not None
         indices = [sequence.index for sequence in result.sequences]
         self._known.update(indices)
         # Storing every step's states took 2 % of a small model's time during long phases without drafts.

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from pagedtree import Commit, Draft, DraftState, Verdict, commit, slot_mapping
+from pagedtree import Commit, Draft, Verdict, commit, drafting, slot_mapping
 from pagedtree.generation.drafters.base import StepResult
 from pagedtree.generation.drafters.grown import TreeGrower
 from pagedtree.generation.packed_model import PackedModel
@@ -27,14 +27,14 @@ class ModelDrafter(TreeGrower):
     """A draft model with the target's tokenizer that grows a tree of at most `num_nodes` nodes and `depth` levels.
 
     Each step runs the draft model `depth` times: over the unread tokens, then over some nodes of each level but the
-    last. The pages of its cache do not count in `num_pages` of `generate`; the pool doubles when full.
+    last. Its cache, outside `num_pages` of `generate`, doubles when full.
 
     Vocabulary padding may differ by at most 1024: tokens that the target lacks are never drafted, tokens that the draft
     model lacks have probability 0.
 
     Args:
         model: a causal language model (a `PackedModel`; in `pagedtree.integrations.transformers` one of transformers)
-            that meets the target's conditions, on its device, without recurrent layers.
+            with the target's tokenizer, on its device, without recurrent layers.
         law: how the children of a node are chosen (`pagedtree.expand_tree`).
             "topk": the likeliest ones (EAGLE-2). Any rule but "traversal".
             "iid", "swor": drawn under the sampling parameters of `generate`, independently or without replacement. The
@@ -107,10 +107,8 @@ class ModelDrafter(TreeGrower):
         self._attend()
         super().capture(model, sequences, batch_size)
 
-    def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
-        super().select(sequences, batch_size)
-        if batch_size is None:
-            return
+    def select_captured(self, sequences: list[GeneratedSequence], batch_size: int) -> None:
+        super().select_captured(sequences, batch_size)
         unread = [
             s
             for s in sequences
@@ -120,24 +118,23 @@ class ModelDrafter(TreeGrower):
             self._read(unread)
         self._tables[batch_size].set(self._reserve_trees(sequences))
 
-    def propose(
-        self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
-    ) -> Draft:
+    def propose(self, tokens: Tensor, lengths: Tensor) -> Draft:
         start = lengths - 1
-        roots = tokens.gather(1, start.long().clamp(min=0)[:, None])[:, 0]
-        if rows is not None:
-            table = self._tables[rows.shape[0]].tensor
-            logits = self._read_last_two(tokens, lengths, table)
-            return self._grow(logits, roots, table, start, self._sampling.at(rows), active)
-        logits = self._read(self._selected)
+        roots, logits = tokens.gather(1, start.long()[:, None])[:, 0], self._read(self._selected)
         self._table = table = self.cache.table_of(self._reserve_trees(self._selected))
         self._draft = self._grown_draft = self._grow(logits, roots, table, start, self._sampling.of(self._selected))
         return self._draft
 
-    def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
-        if rows is not None:
-            self._compact(self._tables[rows.shape[0]].tensor, result.start, result.commit)
-            return
+    def propose_captured(self, tokens: Tensor, lengths: Tensor, active: Tensor, rows: Tensor) -> Draft:
+        start, table = lengths - 1, self._tables[rows.shape[0]].tensor
+        roots = tokens.gather(1, start.long().clamp(min=0)[:, None])[:, 0]
+        logits = self._read_last_two(tokens, lengths, table)
+        return self._grow(logits, roots, table, start, self._sampling.at(rows), active)
+
+    def observe_captured(self, result: StepResult, rows: Tensor) -> None:
+        self._compact(self._tables[rows.shape[0]].tensor, result.start, result.commit)
+
+    def observe(self, result: StepResult) -> None:
         if result.num_read == len(result.sequences) or self._draft is None:
             return
         drafted, start = result.sequences[result.num_read :], result.start[result.num_read :]
@@ -226,7 +223,7 @@ class ModelDrafter(TreeGrower):
         step = PagedStep(self.cache, table, lengths, offsets, slots, None, None, max_seqlen_q=2)
         return self.packed.run(ids, self._clamped(positions).flatten(), step).logits[1::2]
 
-    def _read_level(self, state: DraftState, table: Tensor, start: Tensor) -> Tensor:
+    def _read_level(self, state: drafting.DraftState, table: Tensor, start: Tensor) -> Tensor:
         step = self._level_step(state, table, start)
         return self.packed.run(state.level_tokens, self._clamped(state.level_positions(start)), step).logits
 

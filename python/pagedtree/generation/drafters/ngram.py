@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pagedtree import _C, Draft, ngram_propose, rejected_predictions
+from pagedtree import _C, Draft, drafting, ngram_propose
 from pagedtree.generation.drafters.base import Drafter, StepResult
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
@@ -55,10 +55,15 @@ class NgramDrafter(Drafter):
         self._proposed = None
         self._depth = self.max_depth
 
-    def propose(
-        self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
+    def propose(self, tokens: Tensor, lengths: Tensor) -> Draft:
+        return self._propose(tokens, lengths, self._extra(tokens))
+
+    def propose_captured(self, tokens: Tensor, lengths: Tensor, active: Tensor, rows: Tensor) -> Draft:
+        return self._propose(tokens, lengths, active=active)
+
+    def _propose(
+        self, tokens: Tensor, lengths: Tensor, extra: Tensor | None = None, active: Tensor | None = None
     ) -> Draft:
-        extra = self._extra(tokens)
         draft = ngram_propose(
             tokens,
             lengths,
@@ -78,8 +83,7 @@ class NgramDrafter(Drafter):
         return None if self._proposed is None else torch.from_numpy(self._copied()[1])
 
     def same_before(self) -> np.ndarray:
-        """Returns [B] on the host: match length before each text's first draft in the last proposal, at most
-        `max_ngram`; 0 without a draft."""
+        """Returns [B] on the host: match length, at most `max_ngram`, before each text's first draft; 0 without one."""
         assert self._proposed is not None
         trees = self._proposed[2].trees
         offsets, child = trees.cu_nodes.cpu().numpy(), trees.first_child.cpu().numpy()
@@ -103,11 +107,11 @@ class NgramDrafter(Drafter):
             self.max_ngram,
         )
 
-    def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
+    def observe(self, result: StepResult) -> None:
         if not self.remember or result.trees.max_nodes == 1:
             return
-        predictions, path = result.logits.argmax(-1), result.verdict.accept_index
-        new = rejected_predictions(result.trees, result.draft_tokens, predictions, path, context=self.max_ngram)
+        predicted, path = result.logits.argmax(-1), result.verdict.accept_index
+        new = drafting.rejected_predictions(result.trees, result.draft_tokens, predicted, path, context=self.max_ngram)
         for sequence, text in zip(result.sequences, new, strict=True):
             history = self._rejected.get(sequence.index, text[:0])
             self._rejected[sequence.index] = torch.cat([history, text])[-self.remember * text.shape[0] :]

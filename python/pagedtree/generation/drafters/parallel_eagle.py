@@ -34,11 +34,9 @@ class ParallelEagleDrafter(EagleDrafter):
         self.width = width
         self._log_probs: Tensor | None = None  # joint ones, of the last proposal's nodes
 
-    def propose(
-        self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
-    ) -> Draft:
+    def propose(self, tokens: Tensor, lengths: Tensor) -> Draft:
         self._log_probs = None  # of trees of the root alone
-        return super().propose(tokens, lengths, active, rows)
+        return super().propose(tokens, lengths)
 
     def confidence(self) -> Tensor | None:
         return self._log_probs

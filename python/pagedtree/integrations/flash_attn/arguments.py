@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pagedtree.integrations.masks import all_visible
 
-__all__ = ["even_offsets", "one_of", "refuse", "rows_in_sequences", "scale_of", "visibility"]
+__all__ = ["even_offsets", "one_of", "refuse", "refuse_gradients", "rows_in_sequences", "scale_of", "visibility"]
 
 
 def refuse(**arguments: Any) -> None:
@@ -18,6 +18,12 @@ def refuse(**arguments: Any) -> None:
         if isinstance(value, Tensor) or value:
             got = "a tensor" if isinstance(value, Tensor) else repr(value)
             raise NotImplementedError(f"{name}: not supported; expected its default, got {got}")
+
+
+def refuse_gradients(**tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            raise NotImplementedError(f"{name}: expected a tensor without requires_grad (there is no backward)")
 
 
 def one_of(**names: Tensor | None) -> Tensor | None:

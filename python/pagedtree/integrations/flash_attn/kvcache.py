@@ -65,14 +65,13 @@ def flash_attn_with_kvcache(
     Args:
         q: [B, n, H, D], or ragged [T, H, D] with cu_seqlens_q int32 [B + 1].
         k_cache, v_cache: [sequences, S, Hkv, D], or pages [pages, page_size, Hkv, D] with a block_table; written if k
-            and v are given; strided views are not copied. V may have another width Dv, in the pairs that
-            `tree_attention` takes, or be a view of K's first columns (latent).
+            and v are given. V may have another width Dv, in the pairs that `tree_attention` takes, or be a view of K's
+            first columns (latent).
         k, v: [B, m, Hkv, D] and [B, m, Hkv, Dv], or ragged [new, Hkv, ...] with cu_seqlens_k_new int32 [B + 1], for
             positions cache_seqlens onwards, which they need; tokens past the end of the cache are skipped.
-        rotary_cos, rotary_sin: [positions, rotary_dim / 2], together and with k: k and q are rotated first
-            (`rope_append`), k[:, j] by position cache_seqlens + j, q[:, i] by cache_seqlens + i if causal or in a
-            window, else by cache_seqlens; rotary_seqlens: int32 [B], replaces cache_seqlens here. rotary_interleaved:
-            whether neighbours are rotated, else the two halves.
+        rotary_cos, rotary_sin: [positions, rotary_dim / 2], with k: k and q are rotated first (`rope_append`), k[:, j]
+            by position cache_seqlens + j, q[:, i] by cache_seqlens + i if causal or in a window, else by cache_seqlens;
+            rotary_seqlens, int32 [B], replaces these. rotary_interleaved: rotates neighbours, else the two halves.
         cache_seqlens: int or int32 [B], keys before k; default the whole cache. cache_batch_idx: int32 [B], the cache
             sequence of each of q's. block_table, page_table: int32 [B, max_pages], two names of one argument.
         softmax_scale: default D ** -0.5. softcap: > 0 caps scores with tanh.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pagedtree import tree_attention
 from pagedtree._arguments import checked, expect_dims, expect_shape
-from pagedtree.integrations.flash_attn.arguments import refuse, scale_of, visibility
+from pagedtree.integrations.flash_attn.arguments import refuse, refuse_gradients, scale_of, visibility
 
 __all__ = ["flash_attn_varlen_func"]
 
@@ -46,8 +46,8 @@ def flash_attn_varlen_func(
 
     Args:
         q: [T, H, D]; cu_seqlens_q, cu_seqlens_k: int32 [B + 1], offsets of queries and keys.
-        k, v: [keys, Hkv, D], or pages [pages, page_size, Hkv, D] with a block_table int32 [B, max_pages]. Rows are read
-            in place. V may have another width Dv, as for `flash_attn_with_kvcache`.
+        k, v: [keys, Hkv, D], or pages [pages, page_size, Hkv, D] with a block_table int32 [B, max_pages]. V may have
+            another width Dv, as for `flash_attn_with_kvcache`.
         max_seqlen_q: a hint; max_seqlen_k: at least the longest sequence's keys, without a block_table.
         softmax_scale, causal, window_size, softcap, k_descale, v_descale: as for `flash_attn_with_kvcache`.
         seqused_k: int32 [B], used keys per sequence; default all.
@@ -59,10 +59,7 @@ def flash_attn_varlen_func(
     """
     refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs)
     refuse(seqused_q=seqused_q, qv=qv, q_descale=q_descale, attention_chunk=attention_chunk)
-    if torch.is_grad_enabled():
-        for name, tensor in (("q", q), ("k", k), ("v", v)):
-            if tensor.requires_grad:
-                raise NotImplementedError(f"{name}: expected a tensor without requires_grad (there is no backward)")
+    refuse_gradients(q=q, k=k, v=v)
     expect_dims("[keys, heads, dim]" if block_table is None else "[pages, page_size, heads, dim]", k=k, v=v)
     expect_dims("[B + 1]", cu_seqlens_k=cu_seqlens_k)
     expect_dims("[B, max_pages]", block_table=block_table)

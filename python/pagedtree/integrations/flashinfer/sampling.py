@@ -29,10 +29,10 @@ def chain_speculative_sampling(
     outside 0..V-1 ends the chain. target_probs: float [b, n + 1, V]. generator: draws the coins; default torch's own.
     seed, offset: ints, no tensors, together instead of it. deterministic: no effect, results always repeat.
 
-    Returns (output_token_ids int32 [b, n + 1], accepted, emitted): the drafts up to the first that is rejected, then
-    one token of the target, then -1; accepted counts the drafts that would be accepted independently of each other,
-    emitted the drafts in the output. Both are added to the tensors that were passed, if any, else int32 [b]. Makes one
-    temporary of target_probs' size. Raises ValueError for wrong shapes.
+    Returns (output_token_ids int32 [b, n + 1], accepted, emitted): the drafts before the first rejected one, one token
+    of the target, then -1; accepted counts the drafts that would be accepted independently, emitted the ones in the
+    output, both added to the given tensors, else int32 [b]. Makes one temporary of target_probs' size. Raises
+    ValueError for wrong shapes.
     """
     if draft_token_ids.dim() != 2 or draft_probs.dim() != 3:
         shapes = [*draft_token_ids.shape], [*draft_probs.shape]
@@ -53,18 +53,12 @@ def chain_speculative_sampling(
         torch.zeros(b, dtype=torch.int32, device=device) if total is None else total
         for total in (maybe_output_accepted_token_num, maybe_output_emitted_draft_token_num)
     )
-    for name, value in (("seed", seed), ("offset", offset)):
-        if isinstance(value, Tensor):
-            raise NotImplementedError(f"{name}: expected an int, got a tensor")
-        if value is not None and not isinstance(value, int):
-            raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-    if seed is not None and offset is not None:
-        generator = torch.Generator(device).manual_seed((seed * 0x9E3779B97F4A7C15 + offset) % 2**63)
-
+    coins = torch.rand(
+        b, n + 2, generator=_seeded(seed, offset, device) or generator, device=device, dtype=torch.float32
+    )
     nodes = torch.arange(n + 1, device=device, dtype=torch.int64)
     starts = torch.arange(b + 1, dtype=torch.int32, device=device) * (n + 1)
     trees = build_trees((nodes - 1).int().repeat(b), starts, max_nodes=n + 1, max_depth=n)
-    coins = torch.rand(b, n + 2, generator=generator, device=device, dtype=torch.float32)
     drafts = torch.nn.functional.pad(draft_token_ids.long(), (1, 0))  # the root's is ignored
     begin = torch.arange(b, device=device, dtype=torch.int64)[:, None] * n
     rows = begin + nodes.clamp(max=max(n - 1, 0))  # the last has no children
@@ -87,3 +81,14 @@ def chain_speculative_sampling(
     q, p = draft_probs.gather(2, at)[..., 0], target_probs[:, :n].gather(2, at)[..., 0]
     alone = (coins[:, 1 : n + 1] * q < p) & (q > 0) & (ids >= 0) & (ids < vocab)
     return verdict.tokens.int(), accepted.add_(alone.sum(1)), emitted.add_(verdict.num_accepted)
+
+
+def _seeded(seed: int | None, offset: int | None, device: torch.device) -> torch.Generator | None:
+    for name, value in (("seed", seed), ("offset", offset)):
+        if isinstance(value, Tensor):
+            raise NotImplementedError(f"{name}: expected an int, got a tensor")
+        if value is not None and not isinstance(value, int):
+            raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    if seed is None or offset is None:
+        return None
+    return torch.Generator(device).manual_seed((seed * 0x9E3779B97F4A7C15 + offset) % 2**63)

@@ -168,18 +168,10 @@ class PagedTreeBackend(AttentionBackend):
                     append_kv(k, v.view(-1, kv_heads, head_dim_v)[: slots.shape[0]], k_cache, v_cache, slots, **scales)
         window = layer.sliding_window_size + 1  # SGLang counts the keys behind the query's own
         if window not in step.plans:  # made for the first layer's heads; layers with other heads are only less balanced
-            step.plans[window] = attention_plan(
-                step.seq_lens,
-                step.cu_seqlens_q,
-                num_q_heads=heads,
-                num_kv_heads=kv_heads,
-                head_dim=head_dim,
-                head_dim_v=head_dim_v,
-                page_size=step.page_size,
-                max_seqlen_q=step.max_seqlen_q or max(1, -(-q.shape[0] // max(1, step.seq_lens.shape[0]))),
-                window=window,
-                latent=reads_latents,
-            )
+            shape = {"num_q_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "head_dim_v": head_dim_v}
+            longest = step.max_seqlen_q or max(1, -(-q.shape[0] // max(1, step.seq_lens.shape[0])))
+            shape |= {"page_size": step.page_size, "max_seqlen_q": longest, "window": window}
+            step.plans[window] = attention_plan(step.seq_lens, step.cu_seqlens_q, latent=reads_latents, **shape)
         out = tree_attention(
             q.view(-1, heads, head_dim),
             k_cache,

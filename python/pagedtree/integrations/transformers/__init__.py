@@ -1,32 +1,17 @@
 """transformers models on pagedtree: the attention implementation "pagedtree" (registered by importing this package),
 and `generate` with draft trees, also as `custom_generate`.
 
-    from pagedtree.integrations.transformers import NgramDrafter, generate
+    from pagedtree.generation.drafters import NgramDrafter
+    from pagedtree.integrations.transformers import generate
 
     sequences, stats = generate(model, input_ids, drafter=NgramDrafter(), max_new_tokens=128)
 
 Needs transformers 4.57 or newer (the extra `pagedtree[transformers]`).
 """
 
-from pagedtree.generation.drafters import (
-    BlockDraftConfig,
-    BlockDrafter,
-    BlockDraftModel,
-    CombinedDrafter,
-    Drafter,
-    EagleDrafter,
-    EagleHead,
-    FeatureRows,
-    MedusaDrafter,
-    MedusaHeads,
-    NgramDrafter,
-    NoDrafter,
-    ParallelEagleDrafter,
-    StepResult,
-    SuffixDrafter,
-    TextMemory,
-    medusa_tree,
-)
+from typing import Any
+
+from pagedtree.generation import drafters
 from pagedtree.generation.logprobs import TokenLogprobs
 from pagedtree.generation.paged_cache import PagedCache
 from pagedtree.generation.stats import GenerationStats, SequenceStats
@@ -40,33 +25,16 @@ from pagedtree.integrations.transformers.packed_weights import packed_weights
 from pagedtree.integrations.transformers.tensor_parallel import tensor_parallel
 
 __all__ = [
-    "BlockDraftConfig",
-    "BlockDraftModel",
-    "BlockDrafter",
-    "CombinedDrafter",
-    "Drafter",
-    "EagleDrafter",
-    "EagleHead",
-    "FeatureRows",
     "GenerationStats",
-    "MedusaDrafter",
-    "MedusaHeads",
     "ModelDrafter",
     "MtpDrafter",
     "MtpHead",
-    "NgramDrafter",
-    "NoDrafter",
     "PagedCache",
-    "ParallelEagleDrafter",
     "SequenceStats",
-    "StepResult",
-    "SuffixDrafter",
-    "TextMemory",
     "TokenLogprobs",
     "TokenOptions",
     "generate",
     "load_drafter",
-    "medusa_tree",
     "packed_weights",
     "register",
     "tensor_parallel",
@@ -74,3 +42,9 @@ __all__ = [
 ]
 
 register()
+
+
+def __getattr__(name: str) -> Any:
+    if name in drafters.__all__:  # imported from here by programs for 0.2
+        return getattr(drafters, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

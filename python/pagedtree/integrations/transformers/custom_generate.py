@@ -63,19 +63,17 @@ def tree_generate(
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Decodes with draft trees over a paged cache: `model.generate(..., custom_generate=tree_generate, drafter=...)`.
 
-    Prompts, attention mask, lengths, EOS, padding, sampling and logits processors come from `model.generate`'s
-    arguments and generation config, the keyword arguments here are `pagedtree.integrations.transformers.generate`'s.
-    Greedy text equals `model.generate` without custom_generate, sampled text follows the same distribution; `seeds`:
-    one per returned row, default from torch's generator. on_stats: called with the `GenerationStats` at the end.
-    stop_strings need the tokenizer as stop_tokenizer; they never match text that begins in a prompt.
+    Prompts, attention mask, lengths, EOS, padding, sampling, logits processors and the streamer (of one sequence) come
+    from `model.generate`'s arguments and generation config, the keyword arguments here are
+    `pagedtree.integrations.transformers.generate`'s. Greedy text equals `model.generate` without custom_generate,
+    sampled text follows the same distribution; seeds: one per returned row, default from torch's generator. on_stats:
+    called with the `GenerationStats` at the end. stop_strings need the tokenizer as stop_tokenizer; they never match
+    text that begins in a prompt.
 
-    Returns int64 [B, length], or with return_dict_in_generate an output of `sequences`, as `model.generate` does.
-
-    A `streamer` gets the new tokens of one sequence.
-
-    Raises ValueError, naming the option, for beams, other logits processors (no_repeat_ngram_size, typical_p, ...),
-    stopping criteria other than length and EOS, scores or states as output, past_key_values, synced_gpus,
-    assistant_model (use drafter), and further inputs of the model.
+    Returns int64 [B, length], or with return_dict_in_generate an output of `sequences`.
+    Raises ValueError, naming the option, for beams, other logits processors (typical_p, ...), stopping criteria other
+    than length and EOS, scores or states as output, past_key_values, synced_gpus, assistant_model (use drafter), and
+    further inputs of the model.
     """
     given = _given(model, model_kwargs)
     streamer = given.get("streamer")

@@ -14,34 +14,29 @@ import torch
 from torch import Tensor
 
 from pagedtree import SamplingParams
-from pagedtree.generation.drafters import Drafter, NoDrafter, StepResult, as_drafter
+from pagedtree.generation.drafters.base import Drafter, NoDrafter, StepResult, as_drafter
 from pagedtree.generation.engine import Engine
 from pagedtree.generation.fixed_step import check_device
-from pagedtree.generation.grammar_steps import GrammarSteps
 from pagedtree.generation.paged_cache import PagedCache
-from pagedtree.generation.rules import Sampling, check_options, check_rule
+from pagedtree.generation.rules import Policy
 from pagedtree.generation.scheduler import GeneratedSequence, Scheduler
-from pagedtree.generation.stats import GenerationStats, SequenceStats
-from pagedtree.generation.token_options import TokenOptions, option_rows
+from pagedtree.generation.stats import GenerationStats
+from pagedtree.generation.token_options import TokenOptions
 from pagedtree.generation.tree_tuner import TreeTuner, TunerOf
 from pagedtree.grammars import GrammarMatcher
 from pagedtree.integrations.transformers import generate_arguments as arguments
 from pagedtree.integrations.transformers.attention import autocast_dtype
-from pagedtree.integrations.transformers.generate_arguments import Prompts
-from pagedtree.integrations.transformers.generation_config import ConfigFields, config_fields
+from pagedtree.integrations.transformers.generate_arguments import Prompts, Request
+from pagedtree.integrations.transformers.generation_config import config_fields
 from pagedtree.integrations.transformers.model import TransformersModel
 from pagedtree.integrations.transformers.rotary import check_constant, check_rotation
 from pagedtree.integrations.transformers.turns import in_turn
-from pagedtree.integrations.transformers.whole_inputs import check_token_types
 
 if TYPE_CHECKING:
     from pagedtree.distributed import VocabShards
 
 __all__ = ["fed", "generate", "to_its_end"]
 
-# Reading a prefix once takes two more launches per layer. Measured on the CPU, that pays from about here on for single
-# queries; for trees of 16 nodes, bound by arithmetic rather than by reading, it makes little difference.
-MIN_SHARED_TOKENS = 1024
 # Trees of a drafter that does not say how big they get.
 ASSUMED_MAX_NODES = 64
 # The most nodes of a tree that `tree_delta_rule` takes.
@@ -107,31 +102,30 @@ def generate(
 ) -> tuple[list[Tensor] | Tensor, GenerationStats]:
     """Generates up to `max_new_tokens` tokens for each prompt; the drafter does not change the text's distribution.
 
-    Greedy output is the model's own `generate(do_sample=False)`. Rule "sampled" gives the tokens that
-    `pagedtree.sample` draws with each sequence's seed. Both hold for any drafter, page size, batch and eviction, except
-    at near-ties. The other lossless rules keep the distribution; tokens depend on seed, drafts and evictions.
+    Greedy output is the model's own `generate(do_sample=False)`, and rule "sampled" gives the tokens that
+    `pagedtree.sample` draws with each sequence's seed, for any drafter, page size, batch and eviction, except at
+    near-ties. Under the other lossless rules tokens depend on seed, drafts and evictions.
 
     Args:
-        model: a transformers causal language model in evaluation mode whose layers all use transformers' attention
-            interface, with a head_dim that `tree_attention` has, or latent attention of 512 and 64 values. Some layers
-            may be recurrent (docs/transformers.md lists the models).
-        input_ids: int64 [B, L], or a list of prompts (1-D tensors or lists of ints), or a tokenizer's BatchEncoding or
-            dict of input_ids and attention_mask.
-        drafter: None (plain decoding), or a `drafters.Drafter`.
-        max_new_tokens: at least 1. EOS ends a sequence earlier; so does the end of a position table (GPT-2, OPT, BERT),
-            with a warning and finish_reason "length".
+        model: a transformers causal language model in evaluation mode (docs/transformers.md lists them), whose layers
+            use transformers' attention interface, with a head_dim that `tree_attention` has, or latent attention of 512
+            and 64 values, or are recurrent.
+        input_ids: int64 [B, L], a list of prompts (1-D tensors or lists of ints), a BatchEncoding, or a dict of
+            input_ids and attention_mask.
+        drafter: a `drafters.Drafter`; None = plain decoding.
+        max_new_tokens: at least 1; fewer, with a warning, at the end of a position table (GPT-2, OPT, BERT).
         params: sampling parameters and penalties; temperature 0 is greedy. Tensor fields have one entry per prompt or
             sequence. None = from the generation config.
         seeds: one per sequence, int64 [B * n]; default 0, 1, 2, ...
-        page_size: tokens per page. num_pages: default enough for all sequences that run at once. With fewer, sequences
-            wait, and the youngest are evicted and read again later.
+        page_size: tokens per page. num_pages: default enough for all sequences that run at once; with fewer, the
+            youngest wait or are evicted and read again later.
         n: outcomes per prompt; they share the prompt's pages.
-        attention_mask: [B, L], zero where `input_ids`, a tensor, is padding (at either side). None: as in transformers,
-            each pad_token_id in the tensor is padding, unless that token also ends sequences.
+        attention_mask: [B, L], zero where `input_ids`, a tensor, is padding (at either side). None: each pad_token_id
+            in the tensor is padding, unless that token also ends sequences.
         eos_token_id: token or tokens that end a sequence and stay in it; default the generation config's; [] for none.
         pad_token_id: fills the rows of a tensor after EOS; default the model's, or its EOS, or 0.
-        stop_strings: text or texts that end a sequence when they occur in its generated text, special tokens included;
-            the token that completes one is kept whole. Needs `tokenizer`. Default the generation config's.
+        stop_strings: text or texts that end a sequence, after the token that completes one in its generated text,
+            special tokens included. Needs `tokenizer`. Default the generation config's.
         rule: how drafts are verified. All but "typical" are lossless.
             "auto": "sampled" with params or a generation config that samples, else "greedy".
             "greedy", "sampled": `verify_greedy`, `verify_sampled`.
@@ -139,27 +133,23 @@ def generate(
             "block": `verify_block`, for drafters of chains.
             "traversal": `verify_traversal`, for drafters of draft_law "iid" or "swor".
             "typical": `verify_typical` with its defaults; not lossless.
-        tree: "auto": each step drafts and verifies the subtree (possibly none) with the highest expected throughput, as
-            measured; so "rejection", "block" and "traversal" may give other texts with the same seed. None: full trees,
-            as always with cuda_graph and shards.
-        max_batch_tokens: longer prompts are prefilled in chunks of about this many tokens a pass. max_sequences:
-            maximum number of running sequences; None for no limit.
-        share_prefix: whether a pass reads shared pages once for all outcomes (`merge_states`), except with sliding
-            windows. None: if this saves reading at least 1024 tokens.
-        cuda_graph: replays a CUDA graph of the decode step where no sequence needs prefill; one for 1, 2, 4, 8, ...
-            sequences. Drafters: None, `NgramDrafter` (remember=0), `MedusaDrafter`, `ModelDrafter`, `EagleDrafter`,
-            `MtpDrafter`.
-        segment: of `attention_plan`: the attention of a request depends on its own text alone, not on the batch; with
-            seeds, so does its text, if the model's other layers and the drafts do not depend on it either. Prompts are
-            read in chunks that end at multiples of it; evicted text, too, where generated tokens may differ in their
-            last bits. Needs tree=None.
+        tree: "auto": each step drafts and verifies the subtree (possibly none) of the highest throughput, as measured;
+            "rejection", "block" and "traversal" may give other texts with the same seed. None, and with cuda_graph or
+            shards: full trees.
+        max_batch_tokens: about the most prompt tokens per pass. max_sequences: most running sequences; None = all.
+        share_prefix: whether a pass reads shared pages once for all outcomes (`merge_states`), without sliding windows.
+            None: if this saves at least 1024 tokens.
+        cuda_graph: replays a CUDA graph of the decode step, one for 1, 2, 4, 8, ... sequences, if none needs prefill.
+            Drafters: None, `NgramDrafter` (remember=0), `MedusaDrafter`, `ModelDrafter`, `EagleDrafter`, `MtpDrafter`.
+        segment: of `attention_plan`: a request's attention depends on its own text alone, not on the batch; with seeds,
+            so does its text, if the model's other layers and the drafts do, too. Prompts and evicted text are read in
+            chunks that end at multiples of it; K and V of evicted text may differ in their last bits. Needs tree=None.
         shards: of the model's output layer (`tensor_parallel`); all ranks call `generate` together, with the same
-            arguments and seeds. Rules "greedy", "sampled" and "rejection"; the drafter may be a
-            `pagedtree.distributed.DraftGroup`.
-        callback: called with (sequence, new tokens) after each pass, in sequence order. A true result ends it; with
-            shards all ranks must agree. on_step: called with a `StepResult` after each pass.
+            arguments and seeds. Rules "greedy", "sampled" and "rejection"; the drafter may be a `DraftGroup`.
+        callback: called with (sequence, new tokens) after each pass, in sequence order. A true result ends the
+            sequence, on all ranks of shards. on_step: called with a `StepResult` after each pass.
         options: `TokenOptions`: one for all, or a list with one or None per prompt or sequence.
-        min_new_tokens: minimum number of tokens before EOS (not before stop strings); one number, or one per prompt or
+        min_new_tokens: least number of tokens before EOS (not before stop strings), for all, or for each prompt or
             sequence; default the generation config's, or 0.
         logits_processor: transformers' processors, read but not called: RepetitionPenalty, SequenceBias of single
             tokens, NoBadWords, MinLength, MinNewTokensLength, SuppressTokens, SuppressTokensAtBegin, and with params
@@ -174,99 +164,94 @@ def generate(
         streamer: of transformers (`TextStreamer`, ...): gets the prompt, then each new token, of one sequence.
 
     Returns (sequences, stats). Sequence b * n + j is outcome j of prompt b: prompt and generated tokens, EOS included.
-    For a list of prompts a list of int64 tensors [length]; for a tensor, like model.generate, one int64 tensor [B * n,
-    L + generated], padded at the right with pad_token_id. stats.sequences holds each finish reason.
+    For a list of prompts a list of int64 tensors [length]; for a tensor one int64 tensor [B * n, L + generated], padded
+    at the right with pad_token_id. stats.sequences holds each finish reason.
 
-    Calls that share a model or a drafter run one after another; do not run the model in another thread meanwhile.
-    Options, penalties and grammars are exact. Rule "typical" takes no options and penalties, cuda_graph no grammars,
-    shards no logprobs.
+    Calls that share a model or a drafter run one after another; do not run the model in another thread meanwhile. Rule
+    "typical" takes no options and penalties, cuda_graph no grammars, shards no logprobs.
 
     `model.generation_config` counts as in `model.generate`, with top_k 50 where do_sample is True and it has none.
-    params replace its sampling and repetition_penalty as a whole, rule "greedy" its sampling, min_new_tokens also
-    min_length, a logits processor the field of its type; options and other processors are added. min_length counts a
-    tensor's width, of prompts in a list their own lengths. Fields without a counterpart that change the text
-    (num_beams, ...) are refused by name.
+    params replace its sampling and repetition_penalty, rule "greedy" its sampling, min_new_tokens also min_length, a
+    logits processor the field of its type; others and options are added. min_length counts a tensor's width, or the
+    lengths of prompts in a list. Fields without a counterpart that change the text (num_beams, ...) are refused.
 
-    Raises ValueError for an empty prompt or ids outside the vocabulary, a model, generation config, rule or arguments
-    that do not fit, texts that pass a limit at which rotary frequencies change ("longrope", "dynamic"; see `rotary`),
-    cuda_graph without a GPU, or num_pages too small for one sequence; TypeError for params, options, functions or
-    objects of another type.
+    Raises ValueError for arguments that do not fit each other or the model, texts that pass a limit at which rotary
+    frequencies change (see `rotary`), or num_pages too small for one sequence; TypeError for objects of another type.
     """
-    packed = TransformersModel(model)
+    packed, adapted = TransformersModel(model), as_drafter(drafter)
     arguments.check_kinds(params=params, callback=callback, on_step=on_step, shards=shards, streamer=streamer)
     arguments.check_kinds(share_prefix=share_prefix, cuda_graph=cuda_graph, logits_processor=logits_processor)
-    if not isinstance(generation_config, bool):
-        kind = type(generation_config).__name__
-        raise TypeError(f"generation_config: expected True or False, got {kind}; True takes model.generation_config")
     arguments.at_least_one(max_new_tokens=max_new_tokens, n=n, page_size=page_size, max_batch_tokens=max_batch_tokens)
-    arguments.at_least_one(max_sequences=1 if max_sequences is None else max_sequences)
-    eos_ids, pad = arguments.eos_tokens(model, eos_token_id), arguments.pad_token(model, pad_token_id)
-    settings = {"min_new_tokens": min_new_tokens, "stop_strings": stop_strings}
-    config = config_fields(model, params=params, rule=rule, given=settings) if generation_config else ConfigFields()
-    stops = config.stops(stop_strings, tokenizer)
-    if isinstance(input_ids, Mapping) and input_ids.get("token_type_ids") is not None:
-        check_token_types(model)
-    vocab_size, num_logits = (packed.vocab_size, packed.num_logits) if shards is None else (shards.vocab, shards.vocab)
-    prompts = Prompts.of(input_ids, attention_mask, vocab_size, None if pad in eos_ids else pad, n)
-    every_option = arguments.options_of(options, prompts)
-    least = arguments.least_lengths(min_new_tokens, max_new_tokens, prompts)
-    read = config.read(logits_processor or (), prompts.tokens, prompts.width, eos_ids, num_logits)
-    if params is None and rule == "greedy":
-        rule = "auto"  # penalties make params of temperature 0
-    params = read.on_params(SamplingParams() if config.is_sampled else params)
-    every_option = [read.on_options(option, i // n) for i, option in enumerate(every_option)]
-    least = [min(max(count, read.min_new_tokens[i // n]), max_new_tokens) for i, count in enumerate(least)]
     if segment is not None:
         arguments.check_segment(segment, tree, share_prefix)
         share_prefix = False
-    adapted = as_drafter(drafter)
-    draft_config = getattr(adapted.model, "config", None)
-    things, drafter = (model, model.config, drafter, adapted.model, draft_config, *adapted.networks), adapted
-    rule = check_rule(rule, params, drafter.draft_law, drafter.is_chain, shards is not None)
-    sequences = prompts.sequences(max_new_tokens, math.lcm(page_size, segment or 1))
+    given = {"min_new_tokens": min_new_tokens, "stop_strings": stop_strings}
+    config = config_fields(model, generation_config, params=params, rule=rule, given=given)
+    stops, eos_ids = config.stops(stop_strings, tokenizer), arguments.eos_tokens(model, eos_token_id)
+    vocab_size, num_logits = (packed.vocab_size, packed.num_logits) if shards is None else (shards.vocab, shards.vocab)
+    prompts = Prompts.of(model, input_ids, attention_mask, vocab_size, eos_ids, pad_token_id, n)
+    read = config.read(logits_processor or (), prompts.tokens, prompts.width, eos_ids, num_logits)
+    sequences = prompts.sequences(max_new_tokens, page_size if segment is None else math.lcm(page_size, segment))
+    request = Request(prompts, sequences, max_new_tokens, min_new_tokens, params, seeds, options, eos_ids, config, read)
+    scheduler = _scheduler(packed, adapted, sequences, page_size, num_pages, max_batch_tokens, max_sequences, segment)
+    sampling, rows = request.sampling(rule, adapted, num_logits, shards, packed.device)
+    steps = arguments.grammars_of(grammars, len(sequences), num_logits, eos_ids)
+    reader = arguments.logprobs_of(logprobs, logprobs_mode, num_logits, shards is not None)
+    policy = Policy(sampling, eos_ids, tree, share_prefix, cuda_graph, stops, rows, steps, reader, callback, on_step)
+    stats = _run(model, packed, adapted, scheduler, policy, streamer)
+    return prompts.results(sequences, packed.device), stats
+
+
+def _scheduler(
+    packed: TransformersModel,
+    drafter: Drafter,
+    sequences: list[GeneratedSequence],
+    page_size: int,
+    num_pages: int | None,
+    max_batch_tokens: int,
+    max_sequences: int | None,
+    segment: int | None,
+) -> Scheduler:
+    """Returns the queue of the sequences, which has a cache with room for each of them."""
+    arguments.at_least_one(max_sequences=1 if max_sequences is None else max_sequences)
     _limit_lengths(packed, sequences)
     at_once = check_rotation(packed.model, sequences, packed.is_recurrent)
     if segment is not None and at_once:
         raise ValueError("segment: expected None for prompts that must be read at once, as rotary frequencies change")
-    max_batch_tokens = max(max_batch_tokens, at_once)
-    params = arguments.sequence_params(params, len(prompts), n)
-    requests = option_rows(sequences, every_option, eos_ids, least, params, num_logits, packed.device)
-    if requests.is_used:
-        rule, params = check_options(rule, params, config.origin())
-    matchers = arguments.grammars_of(grammars, len(sequences))
-    reader = arguments.logprobs_of(logprobs, logprobs_mode, num_logits)
-    if shards is not None and reader is not None:
-        raise ValueError("logprobs: expected None with shards, whose logits no rank has whole")
-    if streamer is not None and len(sequences) != 1:
-        raise ValueError(f"streamer: expected one sequence, as in transformers, got {len(sequences)}")
-    num_pages = _num_pages(num_pages, page_size, sequences, drafter, max_sequences)
+    if num_pages is None:
+        max_nodes = drafter.max_nodes or ASSUMED_MAX_NODES
+        needed = sorted((-(-(s.max_length + max_nodes) // page_size) + 1 for s in sequences), reverse=True)
+        num_pages = max(sum(needed[:max_sequences]), 1)
+    num_pages = arguments.integer("num_pages", num_pages)
     cache = PagedCache(num_pages, page_size, packed.device, packed.is_recurrent, segment)
-    queue = Scheduler(sequences, cache, max_batch_tokens, max_sequences)
-    queue.check_capacity(drafter.max_nodes or 1)
+    scheduler = Scheduler(sequences, cache, max(max_batch_tokens, at_once), max_sequences)
+    scheduler.check_capacity(drafter.max_nodes or 1)
     if packed.is_recurrent and drafter.max_nodes > MAX_RECURRENT_NODES:
         raise ValueError(
             f"drafter: expected trees of at most {MAX_RECURRENT_NODES} nodes for a model with recurrent layers, got"
             f" max_nodes {drafter.max_nodes}"
         )
-    if cuda_graph:
-        _check_graph(model, drafter, packed.device, share_prefix, shards, matchers is not None)
-    stats = GenerationStats(sequences=[SequenceStats() for _ in sequences])
-    min_shared_tokens = {None: MIN_SHARED_TOKENS, True: 1, False: None}[share_prefix]
-    every_seed = arguments.seeds_of(seeds, len(sequences), packed.device)
-    sampling = Sampling(rule, params, every_seed, shards, vocab_size=num_logits)
+    return scheduler
+
+
+def _run(
+    model: Any, packed: TransformersModel, drafter: Drafter, scheduler: Scheduler, policy: Policy, streamer: Any
+) -> GenerationStats:
+    """Runs the engine, alone with the model and the drafter."""
+    if policy.cuda_graph:
+        _check_graph(model, drafter, packed.device, policy)
+    if streamer is not None and len(scheduler.waiting) != 1:
+        raise ValueError(f"streamer: expected one sequence, as in transformers, got {len(scheduler.waiting)}")
+    config = getattr(drafter.model, "config", None)
+    things = (model, model.config, drafter.given, drafter.model, config, *drafter.networks)
     with in_turn(*(thing for thing in things if thing is not None)):
-        tuner = _tuner(model, drafter, tree, cuda_graph, shards is not None)
+        policy.tuner = _tuner(model, drafter, policy)
         if streamer is not None:
-            streamer.put(torch.tensor([prompts.tokens[0]], dtype=torch.int64))
-            callback = fed(streamer, callback)
-        engine = Engine(
-            packed, queue, drafter, sampling, eos_ids, min_shared_tokens, callback, on_step, stats, cuda_graph,
-            tuner, stops, requests if requests.is_used else None,
-            None if matchers is None else GrammarSteps(matchers, num_logits, eos_ids, stats), reader,
-        )  # fmt: skip
+            streamer.put(torch.tensor([scheduler.waiting[0].tokens], dtype=torch.int64))
+            policy.callback = fed(streamer, policy.callback)
+        engine = Engine(packed, scheduler, drafter, policy)
         with packed.use():
-            engine.run()
-    return prompts.results(sequences, pad if pad is not None else next(iter(eos_ids), 0), packed.device), stats
+            return engine.run()
 
 
 def fed(streamer: Any, callback: Callable[[int, list[int]], object] | None) -> Callable[[int, list[int]], object]:
@@ -296,30 +281,13 @@ def _limit_lengths(packed: TransformersModel, sequences: list[GeneratedSequence]
     warnings.warn(
         f"max_new_tokens: prompt {longest.group} of {longest.prompt_len} tokens gets at most"
         f" {count + 1 - longest.prompt_len} more, as the model's table has {count} positions",
-        stacklevel=4,
+        stacklevel=5,
     )
     for sequence in late:
         sequence.max_length = count + 1
 
 
-def _num_pages(
-    asked: int | None, page_size: int, sequences: list[GeneratedSequence], drafter: Drafter, max_sequences: int | None
-) -> int:
-    if asked is None:
-        max_nodes = drafter.max_nodes or ASSUMED_MAX_NODES
-        needed = sorted((-(-(s.max_length + max_nodes) // page_size) + 1 for s in sequences), reverse=True)
-        return max(sum(needed[:max_sequences]), 1)
-    return arguments.integer("num_pages", asked)
-
-
-def _check_graph(
-    model: Any,
-    drafter: Drafter,
-    device: torch.device,
-    share_prefix: bool | None,
-    shards: VocabShards | None,
-    has_grammars: bool,
-) -> None:
+def _check_graph(model: Any, drafter: Drafter, device: torch.device, policy: Policy) -> None:
     if autocast_dtype(device) is not None:
         raise ValueError(
             "cuda_graph: expected False within torch.autocast, whose converted weights a graph cannot keep"
@@ -329,23 +297,25 @@ def _check_graph(
         check_constant(f"cuda_graph: {name}", network)
         if isinstance(network, torch.nn.Module) and any(weight.is_meta for weight in network.parameters()):
             raise ValueError(f"cuda_graph: {name}: expected weights on the GPU, got offloaded ones (device meta)")
-    if shards is not None:
+    if policy.sampling.shards is not None:
         raise ValueError("shards: expected None with cuda_graph, got a VocabShards")
-    if has_grammars:
+    if policy.grammars is not None:
         raise ValueError("grammars: expected None with cuda_graph, whose step cannot wait for masks from the host")
-    if share_prefix:
+    if policy.share_prefix:
         raise ValueError("share_prefix: expected None or False with cuda_graph, whose step reads all pages, got True")
 
 
-def _tuner(model: Any, drafter: Drafter, tree: str | None, cuda_graph: bool, is_sharded: bool) -> TreeTuner | None:
-    if tree not in (None, "auto"):
-        raise ValueError(f'tree: expected None or "auto", got {tree!r}')
+def _tuner(model: Any, drafter: Drafter, policy: Policy) -> TreeTuner | None:
+    if policy.tree not in (None, "auto"):
+        raise ValueError(f'tree: expected None or "auto", got {policy.tree!r}')
     # A captured step drafts the same tree each time, and shard ranks would choose by different clocks.
-    if tree is None or isinstance(drafter, NoDrafter) or cuda_graph or is_sharded:
+    is_fixed = policy.tree is None or policy.cuda_graph or policy.sampling.shards is not None
+    if is_fixed or isinstance(drafter, NoDrafter):
         return None
     entry = drafter.tuner
     if entry is None or entry.model() is not model:
         max_depth = drafter.max_depth or (drafter.max_nodes or ASSUMED_MAX_NODES) - 1
         tuner = TreeTuner(max_depth, drafter.grows_by_level, drafter.has_free_guesses)
-        drafter.given.tuner = entry = TunerOf(weakref.ref(model), tuner)
+        keeper = drafter.given if hasattr(drafter.given, "observe") else drafter
+        keeper.tuner = entry = TunerOf(weakref.ref(model), tuner)
     return entry.tuner

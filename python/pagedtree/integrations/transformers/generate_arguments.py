@@ -6,31 +6,39 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pagedtree import SamplingParams
+from pagedtree.generation.drafters import Drafter
+from pagedtree.generation.grammar_steps import GrammarSteps
 from pagedtree.generation.logprobs import LogprobReader
+from pagedtree.generation.rules import Sampling, check_options, check_rule
 from pagedtree.generation.scheduler import GeneratedSequence
-from pagedtree.generation.token_options import TokenOptions
+from pagedtree.generation.token_options import TokenOptions, option_rows
 from pagedtree.grammars import GrammarMatcher
+from pagedtree.integrations.transformers.logits_processors import Processors
+from pagedtree.integrations.transformers.whole_inputs import check_token_types
+from pagedtree.options import OptionRows
+
+if TYPE_CHECKING:
+    from pagedtree.distributed import VocabShards
+    from pagedtree.integrations.transformers.generation_config import ConfigFields
 
 __all__ = [
     "Prompts",
+    "Request",
     "at_least_one",
     "check_kinds",
+    "check_segment",
     "eos_tokens",
     "grammars_of",
     "integer",
-    "least_lengths",
     "logprobs_of",
-    "options_of",
     "pad_token",
-    "seeds_of",
-    "sequence_params",
 ]
 
 # Maximum of `token_logprobs`.
@@ -86,18 +94,26 @@ def check_kinds(**values: Any) -> None:
 
 @dataclass
 class Prompts:
-    """A call's prompts without padding, of `n` outcomes each. tensor: the [B, L] that held them; None for lists."""
+    """A call's prompts without padding, of `n` outcomes each. tensor: the [B, L] that held them; None for lists.
+    pad: fills the rows of results."""
 
     tokens: list[list[int]]
     tensor: Tensor | None
+    pad: int
     n: int
 
     @classmethod
-    def of(cls, input_ids: Any, attention_mask: Any, vocab_size: int, pad: int | None, n: int) -> Prompts:
-        """Reads and checks the arguments. pad: fills the rows of a tensor without a mask, None = no padding."""
+    def of(
+        cls, model: Any, input_ids: Any, attention_mask: Any, vocab_size: int, eos_ids: list[int], pad: Any, n: int
+    ) -> Prompts:
+        """Reads and checks the arguments of `generate`."""
+        pad = pad_token(model, pad)
+        if isinstance(input_ids, Mapping) and input_ids.get("token_type_ids") is not None:
+            check_token_types(model)
         input_ids, attention_mask = _prompts_and_mask(input_ids, attention_mask)
-        tokens = _token_lists(input_ids, attention_mask, vocab_size, pad)
-        return cls(tokens, input_ids if isinstance(input_ids, Tensor) else None, n)
+        tokens = _token_lists(input_ids, attention_mask, vocab_size, None if pad in eos_ids else pad)
+        tensor = input_ids if isinstance(input_ids, Tensor) else None
+        return cls(tokens, tensor, next(iter(eos_ids), 0) if pad is None else pad, n)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -120,13 +136,13 @@ class Prompts:
             for j in range(self.n)
         ]
 
-    def results(self, sequences: list[GeneratedSequence], pad: int, device: torch.device) -> list[Tensor] | Tensor:
+    def results(self, sequences: list[GeneratedSequence], device: torch.device) -> list[Tensor] | Tensor:
         """Returns texts in the prompts' form."""
         if self.tensor is None:
             return [torch.tensor(sequence.tokens, device=device, dtype=torch.int64) for sequence in sequences]
         new = [sequence.tokens[len(self.tokens[sequence.group]) :] for sequence in sequences]
         width = max(map(len, new), default=0)
-        rows = torch.tensor([[*row, *[pad] * (width - len(row))] for row in new], dtype=torch.int64)
+        rows = torch.tensor([[*row, *[self.pad] * (width - len(row))] for row in new], dtype=torch.int64)
         rows = rows.view(len(new), width).to(self.tensor.device)
         return torch.cat([self.tensor.long().repeat_interleave(self.n, dim=0), rows], dim=1)
 
@@ -244,55 +260,80 @@ def integer(name: str, value: Any) -> int:
     return int(value)
 
 
-def sequence_params(params: SamplingParams | None, num_prompts: int, n: int) -> SamplingParams | None:
-    """Returns the params with one entry per sequence in tensor fields."""
-    if params is None:
-        return None
-    expanded: dict[str, Any] = {}
-    for field in fields(params):
-        value = getattr(params, field.name)
-        if not isinstance(value, Tensor) or value.ndim == 0:
-            continue
-        if value.ndim != 1 or value.shape[0] not in (1, num_prompts, num_prompts * n):
-            raise ValueError(f"params: expected {field.name} of {num_prompts} prompts, got {list(value.shape)}")
-        expanded[field.name] = value.repeat_interleave(num_prompts * n // value.shape[0]) if value.shape[0] else value
-    return replace(params, **expanded)
+@dataclass
+class Request:
+    """The arguments of `generate` that choose the texts. read: the settings of `config` and of logits processors."""
+
+    prompts: Prompts
+    sequences: list[GeneratedSequence]
+    max_new_tokens: int
+    min_new_tokens: Any
+    params: SamplingParams | None
+    seeds: Any
+    options: Any
+    eos_ids: list[int]
+    config: ConfigFields
+    read: Processors
+
+    def sampling(
+        self, rule: str, drafter: Drafter, vocab: int, shards: VocabShards | None, device: torch.device
+    ) -> tuple[Sampling, OptionRows | None]:
+        """Returns the rule with params and seeds of all sequences, and their options if there are any."""
+        options, least = self._options(), self._least_lengths()
+        if self.params is None and rule == "greedy":
+            rule = "auto"  # penalties make params of temperature 0
+        params = self.read.on_params(SamplingParams() if self.config.is_sampled else self.params)
+        rule = check_rule(rule, params, drafter.draft_law, drafter.is_chain, shards is not None)
+        params = params if params is None else self._of_sequences(params)
+        rows = option_rows(self.sequences, options, self.eos_ids, least, params, vocab, device)
+        if rows.is_used:
+            rule, params = check_options(rule, params, self.config.origin())
+        sampling = Sampling(rule, params, self._seeds(len(self.sequences)).to(device, torch.int64), shards, vocab)
+        return sampling, rows if rows.is_used else None
+
+    def _of_sequences(self, params: SamplingParams) -> SamplingParams:
+        num_prompts, num_sequences, expanded = len(self.prompts), len(self.sequences), dict[str, Any]()
+        for field in fields(params):
+            value = getattr(params, field.name)
+            if not isinstance(value, Tensor) or value.ndim == 0:
+                continue
+            if value.ndim != 1 or value.shape[0] not in (1, num_prompts, num_sequences):
+                raise ValueError(f"params: expected {field.name} of {num_prompts} prompts, got {list(value.shape)}")
+            expanded[field.name] = value.repeat_interleave(num_sequences // value.shape[0]) if len(value) else value
+        return replace(params, **expanded)
+
+    def _seeds(self, count: int) -> Tensor:
+        try:
+            tensor = torch.arange(count, dtype=torch.int64) if self.seeds is None else torch.as_tensor(self.seeds)
+        except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"seeds: expected {count} integers, {error}") from None
+        if tensor.shape != (count,) or tensor.is_floating_point():
+            raise ValueError(f"seeds: expected {count} integers, got {tensor.dtype} {list(tensor.shape)}")
+        return tensor
+
+    def _options(self) -> list[TokenOptions]:
+        is_one = self.options is None or isinstance(self.options, TokenOptions)
+        options = self.prompts.of_sequences("options", [self.options] * len(self.prompts) if is_one else self.options)
+        for option in options:
+            if option is not None and not isinstance(option, TokenOptions):
+                raise TypeError(f"options: expected TokenOptions or None, got {type(option).__name__}")
+        n = self.prompts.n
+        return [self.read.on_options(option or TokenOptions(), i // n) for i, option in enumerate(options)]
+
+    def _least_lengths(self) -> list[int]:
+        """Returns min_new_tokens of each sequence; None is 0."""
+        counts: Any = 0 if self.min_new_tokens is None else self.min_new_tokens
+        counts = counts.tolist() if hasattr(counts, "tolist") else counts
+        counts = [counts] * len(self.prompts) if not isinstance(counts, list | tuple) else counts
+        lengths = [integer("min_new_tokens", count) for count in self.prompts.of_sequences("min_new_tokens", counts)]
+        most, n = self.max_new_tokens, self.prompts.n
+        for count in lengths:
+            if not 0 <= count <= most:
+                raise ValueError(f"min_new_tokens: expected 0..max_new_tokens, {most}, got {count}")
+        return [min(max(count, self.read.min_new_tokens[i // n]), most) for i, count in enumerate(lengths)]
 
 
-def seeds_of(seeds: Tensor | Sequence[int] | None, num_sequences: int, device: torch.device) -> Tensor:
-    try:
-        tensor = torch.arange(num_sequences, dtype=torch.int64) if seeds is None else torch.as_tensor(seeds)
-    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"seeds: expected {num_sequences} integers, {error}") from None
-    if tensor.shape != (num_sequences,) or tensor.is_floating_point():
-        raise ValueError(f"seeds: expected {num_sequences} integers, got {tensor.dtype} {list(tensor.shape)}")
-    return tensor.to(device, torch.int64)
-
-
-def options_of(options: Any, prompts: Prompts) -> list[TokenOptions]:
-    """Returns one per sequence; options are as in `generate`."""
-    entries = [options] * len(prompts) if options is None or isinstance(options, TokenOptions) else options
-    values = prompts.of_sequences("options", entries)
-    for option in values:
-        if option is not None and not isinstance(option, TokenOptions):
-            raise TypeError(f"options: expected TokenOptions or None, got {type(option).__name__}")
-    return [TokenOptions() if option is None else option for option in values]
-
-
-def least_lengths(min_new_tokens: Any, max_new_tokens: int, prompts: Prompts) -> list[int]:
-    """Returns min_new_tokens of each sequence; None is 0."""
-    counts = 0 if min_new_tokens is None else min_new_tokens
-    counts = counts.tolist() if hasattr(counts, "tolist") else counts
-    counts = [counts] * len(prompts) if not isinstance(counts, list | tuple) else counts
-    lengths = [integer("min_new_tokens", count) for count in prompts.of_sequences("min_new_tokens", counts)]
-    for count in lengths:
-        if not 0 <= count <= max_new_tokens:
-            raise ValueError(f"min_new_tokens: expected 0..max_new_tokens, {max_new_tokens}, got {count}")
-    return lengths
-
-
-def grammars_of(grammars: Any, num_sequences: int) -> list[GrammarMatcher | None] | None:
-    """Returns one matcher or None for each sequence; None: no grammars at all."""
+def grammars_of(grammars: Any, num_sequences: int, vocab: int, eos_ids: list[int]) -> GrammarSteps | None:
     if grammars is None:
         return None
     if isinstance(grammars, GrammarMatcher) or not isinstance(grammars, Sequence):
@@ -308,14 +349,16 @@ def grammars_of(grammars: Any, num_sequences: int) -> list[GrammarMatcher | None
             raise ValueError(f"grammars: expected a matcher of its own for each sequence, got number {i} twice")
         if matcher.is_terminated():
             raise ValueError(f"grammars: expected texts that are not complete, got a complete one as number {i}")
-    return None if all(matcher is None for matcher in grammars) else list(grammars)
+    return None if all(matcher is None for matcher in grammars) else GrammarSteps(grammars, vocab, eos_ids)
 
 
-def logprobs_of(logprobs: Any, mode: str, vocab: int) -> LogprobReader | None:
+def logprobs_of(logprobs: Any, mode: str, vocab: int, is_sharded: bool) -> LogprobReader | None:
     if mode not in ("raw", "processed"):
         raise ValueError(f'logprobs_mode: expected "raw" or "processed", got {mode!r}')
     if logprobs is None:
         return None
+    if is_sharded:
+        raise ValueError("logprobs: expected None with shards, whose logits no rank has whole")
     top_n, most = integer("logprobs", logprobs), min(vocab, MOST_LOGPROBS)
     if not 0 <= top_n <= most:
         raise ValueError(f"logprobs: expected None or 0..{most}, got {top_n}")

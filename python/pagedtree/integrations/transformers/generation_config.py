@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -139,16 +139,19 @@ class ConfigFields:
 
 
 def config_fields(
-    model: Any, *, params: SamplingParams | None = None, rule: str = "auto", given: Mapping[str, Any]
+    model: Any, follow: Any = True, *, params: SamplingParams | None = None, rule: str = "auto", given: dict[str, Any]
 ) -> ConfigFields:
     """Returns the fields of `model.generation_config` that a call has to follow.
 
-    Params replace all sampling of the config and its repetition penalty; the rule "greedy" replaces its sampling.
-    given: the call's other arguments, by the names of the fields; None = not given. Raises ValueError, naming them, for
-    fields without a counterpart and for values that transformers does not take.
+    Params replace its sampling and repetition penalty, the rule "greedy" its sampling. follow: False for none. given:
+    the call's other arguments by field; None = not given. Raises ValueError, naming them, for fields without a
+    counterpart and values that transformers does not take.
     """
+    if not isinstance(follow, bool):
+        kind = type(follow).__name__
+        raise TypeError(f"generation_config: expected True or False, got {kind}; True takes model.generation_config")
     config = model.generation_config
-    if config is None:
+    if config is None or not follow:
         return ConfigFields()
     # Values that a call of `model.generate` takes where the config has none; transformers 4.57 has them in the config.
     defaults: dict[str, Any] = getattr(config, "_get_default_generation_params", dict)()

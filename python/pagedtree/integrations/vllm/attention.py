@@ -142,17 +142,7 @@ class PagedTreeBackend(AttentionBackend):
     def supports_sliding_window(cls) -> bool:
         return True
 
-    @classmethod
-    def supports_sink(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_kv_connector(cls) -> bool:
-        return True
+    supports_sink = supports_non_causal = supports_kv_connector = supports_sliding_window
 
 
 class PagedTreeMetadataBuilder(AttentionMetadataBuilder[PagedTreeMetadata]):

@@ -23,11 +23,11 @@ from pagedtree import Draft
 from pagedtree.distributed import DraftGroup, VocabShards
 from pagedtree.generation.drafters import EagleDrafter, EagleHead, FeatureRows, MedusaHeads, NgramDrafter, load_drafter
 from pagedtree.generation.drafters.base import as_drafter, best_trees
-from pagedtree.generation.drafters.bounded import bounded
+from pagedtree.generation.drafters.limits import Question
 from pagedtree.generation.rules import Sampling
 from pagedtree.integrations.transformers import ModelDrafter, tensor_parallel
 from pagedtree.integrations.vllm.limits import MAX_NODES
-from pagedtree.integrations.vllm.proposals import Proposal, host_proposals, proposals_of
+from pagedtree.integrations.vllm.proposals import Proposal, host_proposals, padded
 from pagedtree.integrations.vllm.texts import Texts
 from pagedtree.integrations.vllm.tree_drafter import SECTION, TreeDrafter
 from pagedtree.integrations.vllm.whole_ends import WholeEnds
@@ -72,8 +72,9 @@ class KnowsTexts(TreeDrafter):
         self.drafter.limit_depth(levels)
 
     def draft(self, request_ids: list[str], tokens: list[np.ndarray]) -> list[Proposal]:
-        self.drafter.select(self.texts.sequences(request_ids, tokens))
-        return proposals_of(self.drafter, tokens, self.device)
+        sequences = self.texts.sequences(request_ids, tokens)
+        question = Question(self.drafter, sequences, *padded(tokens, self.device))
+        return host_proposals(question.answer(), question.confidence())
 
 
 class NgramTreeDrafter(WithoutModel):
@@ -91,7 +92,8 @@ class NgramTreeDrafter(WithoutModel):
         self.drafter.limit_depth(levels)
 
     def draft(self, request_ids: list[str], tokens: list[np.ndarray]) -> list[Proposal]:
-        return proposals_of(self.drafter, tokens, torch.device("cpu"))
+        draft = self.drafter.propose(*padded(tokens, torch.device("cpu")))
+        return host_proposals(draft, self.drafter.confidence())
 
     def draft_on_device(self, tokens: Tensor, lengths: Tensor, hidden: Tensor | None) -> Draft:
         return self.drafter.propose(tokens, lengths)
@@ -138,7 +140,7 @@ class ModelTreeDrafter(KnowsTexts):
             self.drafter = self._load(None)
         else:
             return
-        self.drafter = bounded(as_drafter(self.drafter))  # by the positions of the draft model
+        self.drafter = as_drafter(self.drafter)
         self.drafter.begin(page_size=16, sampling=_greedy(vocab_size))
         self.share = _share_of(self.drafter.num_weights, target_model)
 
@@ -199,8 +201,7 @@ class MedusaTreeDrafter(WithoutModel):
         self._depth = levels
 
     def draft(self, request_ids: list[str], tokens: list[np.ndarray], hidden: Tensor | None = None) -> list[Proposal]:
-        draft, log_probs = self._best_trees(hidden)
-        return host_proposals(draft, log_probs.cpu().numpy())
+        return host_proposals(*self._best_trees(hidden))
 
     def draft_on_device(self, tokens: Tensor, lengths: Tensor, hidden: Tensor | None) -> Draft:
         draft, self.log_probs = self._best_trees(hidden)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import operator
+from collections.abc import Iterator
 from functools import wraps
 from importlib.metadata import entry_points
 from numbers import Real
@@ -51,12 +52,11 @@ def scheduler_of(vllm_config: Any) -> str:
     return ASYNC_SCHEDULER if vllm_config.scheduler_config.async_scheduling else SCHEDULER
 
 
-def check_config(vllm_config: Any) -> None:
-    """Raises ValueError, naming the setting, for configurations where trees are unsupported or untested."""
+def _settings(vllm_config: Any, runner: str, has_own_drafter: bool) -> Iterator[tuple[str, Any, Any]]:
+    """Yields the settings that trees fix: name, value and the only value that they allow."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     device = vllm_config.device_config.device_type
-    runner = "V2" if vllm_config.use_v2_model_runner else "V1"
-    settings: list[tuple[str, Any, Any]] = [
+    yield from (
         ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1),
         ("data_parallel_size", parallel.data_parallel_size, 1),
         ("decode_context_parallel_size", parallel.decode_context_parallel_size, 1),
@@ -76,29 +76,30 @@ def check_config(vllm_config: Any) -> None:
         ("model (chunked local attention): attention_chunk_size", model.attention_chunk_size, None),
         ("kv_sharing_fast_prefill", vllm_config.cache_config.kv_sharing_fast_prefill, False),
         ("model (latent attention on a GPU)", bool(model.use_mla and device != "cpu"), False),
-    ]
+    )
     if runner == "V1":
-        settings.append(("async_scheduling", bool(vllm_config.scheduler_config.async_scheduling), False))
+        yield "async_scheduling", bool(vllm_config.scheduler_config.async_scheduling), False
     else:
-        settings += [
-            ("enable_batch_sharded_sampling", bool(parallel.enable_batch_sharded_sampling), False),
-            ("return_sampling_mask", bool(model.return_sampling_mask), False),
-            ("enable_trace_replay", bool(model.enable_trace_replay), False),
-        ]
-    speculation = vllm_config.speculative_config
+        yield "enable_batch_sharded_sampling", bool(parallel.enable_batch_sharded_sampling), False
+        yield "return_sampling_mask", bool(model.return_sampling_mask), False
+        yield "enable_trace_replay", bool(model.enable_trace_replay), False
+    if (speculation := vllm_config.speculative_config) is None:
+        return
+    method = "dflash" if has_own_drafter else METHODS[runner]
+    yield f"speculative_config.method on model runner {runner}", speculation.method, method
+    yield "speculative_config.rejection_sample_method", speculation.rejection_sample_method, "standard"
+    if runner == "V1":
+        yield "speculative_config.enable_adaptive_verification", speculation.enable_adaptive_verification, False
+        by_size = speculation.num_speculative_tokens_per_batch_size
+        yield "speculative_config.num_speculative_tokens_per_batch_size", by_size, None
+
+
+def check_config(vllm_config: Any) -> None:
+    """Raises ValueError, naming the setting, for configurations where trees are unsupported or untested."""
+    model, speculation = vllm_config.model_config, vllm_config.speculative_config
+    runner = "V2" if vllm_config.use_v2_model_runner else "V1"
     has_own_drafter = speculation is not None and runner == "V2" and speculation.method == "dflash"
-    if speculation is not None:
-        method = "dflash" if has_own_drafter else METHODS[runner]
-        settings += [
-            (f"speculative_config.method on model runner {runner}", speculation.method, method),
-            ("speculative_config.rejection_sample_method", speculation.rejection_sample_method, "standard"),
-        ]
-        if runner == "V1":
-            adaptive = speculation.enable_adaptive_verification
-            settings.append(("speculative_config.enable_adaptive_verification", adaptive, False))
-            by_size = speculation.num_speculative_tokens_per_batch_size
-            settings.append(("speculative_config.num_speculative_tokens_per_batch_size", by_size, None))
-    for name, value, expected in settings:
+    for name, value, expected in _settings(vllm_config, runner, has_own_drafter):
         if value != expected:
             raise ValueError(f"draft trees: expected {name} = {expected}, got {value}")
     if runner == "V1" and model.logprobs_mode == "processed_logits":

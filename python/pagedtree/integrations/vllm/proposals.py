@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from pagedtree import Draft
-from pagedtree.generation.drafters import Drafter
 
-__all__ = ["Proposal", "cut_at", "host_proposals", "present_nodes", "proposals_of"]
+__all__ = ["Proposal", "cut_at", "host_proposals", "padded", "present_nodes"]
 
 
 class Proposal(NamedTuple):
@@ -27,23 +27,20 @@ class Proposal(NamedTuple):
 NO_GUESS = Proposal([], np.full(1, -1, dtype=np.int32))
 
 
-def proposals_of(drafter: Drafter, known: Sequence[np.ndarray], device: torch.device) -> list[Proposal]:
-    """Asks a drafter of `generate` for trees of these texts, with its confidence."""
+def padded(known: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns texts as the arguments of `Drafter.propose`."""
     lengths = [len(tokens) for tokens in known]
     history = np.zeros((len(known), max(lengths)), dtype=np.int64)
     for row, tokens in zip(history, known, strict=True):
         row[: len(tokens)] = tokens
-    counts = torch.tensor(lengths, dtype=torch.int32)
-    draft = Draft(*drafter.propose(torch.from_numpy(history).to(device), counts.to(device)))
-    confidence = drafter.confidence()
-    return host_proposals(draft, None if confidence is None else confidence.cpu().numpy())
+    return torch.from_numpy(history).to(device), torch.tensor(lengths, dtype=torch.int32).to(device)
 
 
-def host_proposals(draft: Draft, log_probs: np.ndarray | None = None) -> list[Proposal]:
+def host_proposals(draft: Draft, log_probs: Tensor | None = None) -> list[Proposal]:
     """Splits a batch's trees into proposals. log_probs: fp32 [N], of its nodes."""
     offsets = draft.trees.cu_nodes.tolist()
-    nodes = [t.cpu().numpy() for t in (draft.draft_tokens, draft.trees.parents, draft.trees.depths)]
-    nodes += [] if log_probs is None else [log_probs]
+    tensors = draft.draft_tokens, draft.trees.parents, draft.trees.depths, log_probs
+    nodes = [tensor.cpu().numpy() for tensor in tensors if tensor is not None]
     return [present_nodes(*(array[begin:end] for array in nodes)) for begin, end in itertools.pairwise(offsets)]
 
 
