@@ -1,4 +1,4 @@
-// The links of nodes that a warp appends to a tree.
+// Links of nodes that a warp appends to a tree.
 #pragma once
 
 #include "core/tree.h"
@@ -6,14 +6,13 @@
 
 namespace pagedtree::cuda {
 
-// append_child() for one node per lane, in ascending order; lanes with `has` false have none. Earlier calls have
-// appended the nodes before them.
+// append_child() for one node per lane, in ascending order, after all preceding nodes. Lanes without `has` have none.
 __device__ __forceinline__ void append_children(const TreeOutput& trees, int64_t begin, bool has, int32_t node,
                                                 int32_t parent, int16_t* last_child) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   const uint32_t before = (1u << lane) - 1;
   const bool is_child = has && parent >= 0;
-  // Lanes without a child give numbers that no other lane gives.
+  // Lanes without a child pass unique values.
   const uint32_t siblings = __match_any_sync(~0u, is_child ? parent : -1 - lane);
   const uint32_t later = siblings & ~before & ~(1u << lane);
   const int32_t next = __shfl_sync(~0u, node, later != 0 ? __ffs(static_cast<int>(later)) - 1 : lane);

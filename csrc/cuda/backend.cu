@@ -11,7 +11,7 @@ namespace pagedtree {
 namespace {
 
 #if defined(__CUDACC__)
-// Why no kernel can run. Empty if nothing is known to be wrong, and without a driver, as there is no GPU then.
+// Returns why no kernel can run, or an empty string. No driver means no GPU, which is no error.
 std::string driver_error() {
   void* library = dlopen("libcuda.so.1", RTLD_LAZY);
   if (library == nullptr) return "";
@@ -43,7 +43,7 @@ const Backend& simt::backend() {
 // For programs that load the library at run time.
 extern "C" PT_EXPORT const Backend* pagedtree_backend() { return &PT_THIS_BACKEND(); }
 
-// Why the backend cannot work on this machine; empty if nothing is known to be wrong.
+// Returns why the backend cannot work on this machine, or an empty string.
 extern "C" PT_EXPORT const char* pagedtree_backend_error() {
   static const auto error = driver_error();
   return &error[0];

@@ -1,12 +1,11 @@
-// The CUDA backend, under its own name or as simt; it launches its kernels on the stream of the context. Rules are in
-// rules.cu, the other ops in the files of their families.
+// The CUDA backend, also compiled as simt. Launches kernels on the context's stream.
 #pragma once
 
 #include "core/ops.h"
 
 namespace pagedtree::cuda {
 
-// As many rows are worked on at a time as large GPUs have SMs, so that memory does not grow with the batch.
+// Rows in flight: the SMs of large GPUs, so that scratch does not grow with the batch.
 constexpr int64_t kMaxOptionRows = 144;
 
 class CudaBackend final : public Backend {

@@ -1,14 +1,13 @@
-// Which NVIDIA drivers can run the kernels.
 #pragma once
 
 #include <string>
 
 namespace pagedtree::cuda {
 
-// Why a driver for CUDA `driver` cannot run what was built with CUDA `runtime` (12080: 12.8); empty if it can. The
-// runtime is linked statically, and a driver supports runtimes of its own major version and of earlier ones.
+// Returns why a driver for CUDA `driver` cannot run a build with CUDA `runtime` (12080: 12.8), or an empty string. The
+// runtime is static; a driver supports its own and earlier major versions.
 inline std::string driver_error(int driver, int runtime) {
-  // Launches with more than 4 KB of parameters: compact_kv's have the addresses of 128 tensors.
+  // First CUDA with more than 4 KB of parameters, which compact_kv needs for the addresses of 128 tensors.
   constexpr int kLargeParameters = 12010;
   const auto text = [](int version) {
     return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);

@@ -20,7 +20,7 @@ constexpr bool kHasSm90a = false;
 #endif
 constexpr const char* kPassed = "verdict: passed\n";
 
-// The first bytes of a file, none if it cannot be read. By C's functions: see docs/notes/first-gpu-run.md for streams.
+// Returns a file's first bytes, or an empty string. C functions: docs/notes/first-gpu-run.md has the reason.
 std::string beginning_of(const std::string& path) {
   std::FILE* file = std::fopen(path.c_str(), "rb");
   if (file == nullptr) return "";
@@ -30,7 +30,6 @@ std::string beginning_of(const std::string& path) {
   return {text, count};
 }
 
-// Appends the linker's hash of a library, in hexadecimal digits.
 void append_build_id(const char* notes, size_t bytes, std::string& to) {
   const auto aligned = [](size_t size) { return (size + 3) / 4 * 4; };
   for (size_t at = 0; at + sizeof(ElfW(Nhdr)) <= bytes;) {
@@ -48,7 +47,7 @@ void append_build_id(const char* notes, size_t bytes, std::string& to) {
   }
 }
 
-// That of the library that this function is in.
+// Returns the build id of the library with this function.
 std::string build_id() {
   struct Search {
     uintptr_t here;
@@ -79,7 +78,7 @@ std::string device_name() {
   check_cuda(cudaGetDeviceProperties(&properties, current_device()), "cudaGetDeviceProperties");
   return properties.name;
 }
-// The release where the system tells it, and the CUDA that it is for.
+// Returns the driver's release, if the system has it, and CUDA version.
 std::string driver_name() {
   int version = 0;
   check_cuda(cudaDriverGetVersion(&version), "cudaDriverGetVersion");
@@ -106,10 +105,10 @@ bool is_hopper(const DeviceLimits& limits) {
   return limits.capability / 10 == 9 && limits.max_shared_bytes >= kWgmmaSharedBytes;
 }
 
-// Where the verdict for the current device is kept.
+// File with the verdict for the current device.
 struct VerdictFile {
-  std::string path;       // empty: there is no cache folder
-  std::string beginning;  // of what is in it
+  std::string path;       // empty without a cache folder
+  std::string beginning;  // of its text
 
   static VerdictFile of_current_device() {
     const std::string key = "pagedtree's self-test of wgmma, form 1\nGPU: " + device_name() +
@@ -140,13 +139,13 @@ MatrixEngine resolved_engine(MatrixEngine asked, const DeviceLimits& limits) {
   return passed ? MatrixEngine::kWgmma : MatrixEngine::kMmaSync;
 }
 
-// What python/pagedtree/_engine.py asks about the current device, as texts that the next call of the thread frees.
+// Facts for python/pagedtree/_engine.py. The thread's next call frees the texts.
 struct EngineFacts {
-  const char* error;  // what went wrong, or null
+  const char* error;  // message or null
   const char* needs;  // wgmma_needs()
-  const char* path;   // those of VerdictFile
+  const char* path;   // as in VerdictFile
   const char* beginning;
-  int32_t has_passed;  // by what the file says now
+  int32_t has_passed;  // as the file says now
 };
 
 extern "C" PT_EXPORT const EngineFacts* pagedtree_engine_facts() {

@@ -1,7 +1,5 @@
-// Which instructions attention multiplies with where nobody has chosen: wgmma where its self-test has passed.
-//
-// `python -m pagedtree check --engine wgmma` runs the test in a process of its own and keeps the verdict in a file of
-// the user's cache folder. The file begins with the names of GPU, driver and build, and one for others does not count.
+// Default matrix instructions of attention: wgmma if its self-test, `python -m pagedtree check --engine wgmma`, has
+// passed. The verdict is cached in a file that names GPU, driver, and build, and counts only for them.
 #pragma once
 
 #include <string>
@@ -11,10 +9,10 @@
 
 namespace pagedtree::cuda {
 
-// What the kernels for wgmma need and do not have here; empty if they can run.
+// Returns the requirement of the wgmma kernels that this machine does not meet, or an empty string.
 std::string wgmma_needs(const DeviceLimits& limits);
 
-// The engine itself, or the one that kAuto stands for on the current device. The verdict is read once for each device.
+// Resolves kAuto for the current device. The verdict is read once per device.
 MatrixEngine resolved_engine(MatrixEngine asked, const DeviceLimits& limits);
 
 }  // namespace pagedtree::cuda

@@ -1,5 +1,4 @@
-// Runs each function of pagedtree::ptx by itself on given words. `python -m pagedtree check` (python/pagedtree/check)
-// compares the results of a GPU and of simt with the instruction's definition.
+// Runs each function of pagedtree::ptx on given words, for `python -m pagedtree check` to compare with its definition.
 #include <cstring>
 #include <iterator>
 #include <type_traits>
@@ -13,21 +12,21 @@
 namespace pagedtree::cuda {
 namespace {
 
-constexpr int kThreads = 64, kIn = 12, kOut = 4;  // threads of a CTA; words of a thread
+constexpr int kThreads = 64, kIn = 12, kOut = 4;  // per CTA; words per thread
 constexpr int kCtas = 8, kMostOfCluster = 4;
 
 struct Call {
-  const uint32_t* in;  // [kThreads, kIn], every CTA reads the same
+  const uint32_t* in;  // [kThreads, kIn], the same for every CTA
   uint32_t* out;       // [kCtas, kThreads, kOut]
 };
 
 struct Shared {
-  alignas(128) uint32_t words[kThreads * 4];  // a warp's are four 8x8 matrices of 16-bit elements
+  alignas(128) uint32_t words[kThreads * 4];  // per warp: four 8x8 matrices of 16-bit elements
 };
 
 __device__ inline uint32_t* own_words(Shared& s) { return s.words + threadIdx.x * 4; }
 
-// Shared memory into which each thread has put its first four words, plus `more`.
+// Returns shared memory with each thread's first four words plus `more`.
 __device__ inline Shared& filled(const uint32_t* in, uint32_t more = 0) {
   auto& s = ptx::shared<Shared>();
   for (int i = 0; i < 4; ++i) own_words(s)[i] = in[i] + more;
@@ -61,7 +60,7 @@ struct LdMatrix {
 };
 
 template <typename T>
-struct Mma {  // words: four of a, two of b, two unused, four of d
+struct Mma {  // words: a[4], b[2], unused[2], d[4]
   static __device__ void run(const uint32_t* in, uint32_t* out) {
     uint32_t a[4];
     float d[4];
@@ -72,7 +71,7 @@ struct Mma {  // words: four of a, two of b, two unused, four of d
   }
 };
 
-struct MmaTf32 {  // words: four of a, two of b, two unused, four of d
+struct MmaTf32 {  // words: a[4], b[2], unused[2], d[4]
   static __device__ void run(const uint32_t* in, uint32_t* out) {
     float a[4], d[4];
     for (int i = 0; i < 4; ++i) a[i] = as_float(in[i]);
@@ -82,7 +81,7 @@ struct MmaTf32 {  // words: four of a, two of b, two unused, four of d
   }
 };
 
-struct CpAsync {  // even threads copy, odd ones get zeros
+struct CpAsync {  // odd threads get zeros
   static __device__ void run(const uint32_t* in, uint32_t* out) {
     auto& s = ptx::shared<Shared>();
     for (int i = 0; i < 4; ++i) own_words(s)[i] = ~0u;
@@ -93,12 +92,12 @@ struct CpAsync {  // even threads copy, odd ones get zeros
   }
 };
 
-struct CpAsyncGroups {  // the older of two groups has arrived; the newer may be in flight
+struct CpAsyncGroups {  // the older of two groups is complete
   static __device__ void run(const uint32_t* in, uint32_t* out) {
     auto& s = ptx::shared<Shared>();
     ptx::cp_async_16(ptx::smem_addr(own_words(s)), in);
     ptx::cp_async_commit();
-    ptx::cp_async_commit();  // an empty group counts as one
+    ptx::cp_async_commit();  // an empty group counts
     ptx::cp_async_wait<1>();
     for (int i = 0; i < 2; ++i) out[i] = own_words(s)[i];
     ptx::cp_async_16(ptx::smem_addr(own_words(s)), in + 4);
@@ -108,7 +107,6 @@ struct CpAsyncGroups {  // the older of two groups has arrived; the newer may be
   }
 };
 
-// What gives each of the four words by itself.
 #define PT_EACH_WORD(Name, word)                                    \
   struct Name {                                                     \
     static __device__ void run(const uint32_t* in, uint32_t* out) { \
@@ -121,12 +119,12 @@ template <typename T>
 PT_EACH_WORD(MaxNan, ptx::max_nan<T>(in[i], in[4 + i]))
 #undef PT_EACH_WORD
 
-struct Float8 {  // the two codes in the low half of each word
+struct Float8 {  // two codes per word
   static __device__ void run(const uint32_t* in, uint32_t* out) {
     for (int i = 0; i < 4; ++i) {
       if constexpr (kConvertsFloat8) {
         out[i] = ptx::half2_from_e4m3(in[i]);
-      } else {  // what the kernels do on such GPUs
+      } else {  // the kernels' path on such GPUs
         const auto pair = bits_as<__half2>(decode_neighbours(in[i]).x);
         out[i] = bits_as<uint32_t>(__hmul2(pair, __float2half2_rn(kDecodedScale<Float8E4M3>)));
       }
@@ -134,13 +132,13 @@ struct Float8 {  // the two codes in the low half of each word
   }
 };
 
-struct ToFloat8 {  // two numbers for each word
+struct ToFloat8 {  // two numbers per word
   static __device__ void run(const uint32_t* in, uint32_t* out) {
     for (int i = 0; i < 4; ++i) {
       const float low = as_float(in[2 * i]), high = as_float(in[2 * i + 1]);
       if constexpr (kConvertsFloat8) {
         out[i] = ptx::e4m3_from_floats(low, high);
-      } else {  // what the kernels do on such GPUs
+      } else {  // the kernels' path on such GPUs
         out[i] = e4m3_from_float(low) | uint32_t{e4m3_from_float(high)} << 8;
       }
     }
@@ -158,7 +156,7 @@ struct FetchAdd {  // a word before and after; twice
   }
 };
 
-struct Barrier {  // each warp reads what the other wrote
+struct Barrier {  // each warp reads the other's words
   static __device__ void run(const uint32_t* in, uint32_t* out) {
     const Shared& s = filled(in);
     ptx::barrier_sync(1, kThreads);
@@ -166,7 +164,7 @@ struct Barrier {  // each warp reads what the other wrote
   }
 };
 
-struct BarrierArrive {  // the second warp reads what the first wrote, which does not wait, and the first its own
+struct BarrierArrive {  // the second warp waits for the first's words
   static __device__ void run(const uint32_t* in, uint32_t* out) {
     const Shared& s = filled(in);
     if (threadIdx.x < 32) {
@@ -178,7 +176,7 @@ struct BarrierArrive {  // the second warp reads what the first wrote, which doe
   }
 };
 
-struct Address {  // the thread's identity, and where its words lie: shared memory is addressed in bytes
+struct Address {  // thread index and byte address of its words
   static __device__ void run(const uint32_t* /*in*/, uint32_t* out) {
     auto& s = ptx::shared<Shared>();
     out[0] = ptx::thread_index();
@@ -188,7 +186,7 @@ struct Address {  // the thread's identity, and where its words lie: shared memo
   }
 };
 
-struct Cluster {  // what the next CTA of the cluster has in shared memory, and the thread's identity
+struct Cluster {  // the next CTA's words, and the thread's cluster coordinates
   static __device__ void run(const uint32_t* in, uint32_t* out) {
     Shared& s = filled(in, ptx::cluster_rank());
     ptx::cluster_sync();
@@ -202,13 +200,12 @@ struct Cluster {  // what the next CTA of the cluster has in shared memory, and 
 template <typename Function>
 __global__ void __launch_bounds__(kThreads) instruction_kernel(const __grid_constant__ Call call) {
   ptx::let_next_kernel_start();
-  ptx::wait_for_kernels_before();  // outside such launches both do nothing
+  ptx::wait_for_kernels_before();  // no effect outside such launches
   uint32_t out[kOut];
   Function::run(call.in + threadIdx.x * kIn, out);
   for (int i = 0; i < kOut; ++i) call.out[(blockIdx.x * kThreads + threadIdx.x) * kOut + i] = out[i];
 }
 
-// `cluster` is the size of clusters, 1 if the device has none.
 template <typename Function>
 const char* run(const uint32_t* in, uint32_t* out, void* stream, int32_t* cluster) {
   return error_of([=] {

@@ -1,4 +1,4 @@
-// How `python -m pagedtree check` (python/pagedtree/check) reaches kernels that run instructions by themselves.
+// Entry points of `python -m pagedtree check` for single instructions.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace pagedtree::cuda {
 
 struct Instruction {
   const char* name;
-  // Returns null or what went wrong. `cluster` is the size of clusters, 1 if there are none.
+  // Returns null or an error. `cluster`: CTAs per cluster, or 1.
   const char* (*run)(const uint32_t* in, uint32_t* out, void* stream, int32_t* cluster);
 };
 
@@ -19,7 +19,7 @@ struct Instructions {
   const Instruction* items;
 };
 
-// Calls launch(); returns null or what it threw, as no exception may leave a function that C calls.
+// Returns null or the error that launch() threw: no exception may leave a C function.
 template <typename Launch>
 const char* error_of(const Launch& launch) {
   static thread_local std::string error;

@@ -1,5 +1,4 @@
-// Runs each function of pagedtree::ptx that Hopper alone has by itself on given words, as instructions.cu does the
-// others.
+// Runs each function of pagedtree::ptx for Hopper on given words, like instructions.cu.
 #include <cstring>
 #include <iterator>
 #include <optional>
@@ -10,19 +9,17 @@
 #include "cuda/instructions.cuh"
 #include "cuda/tile/tensor_map.cuh"
 
-// Its kernels have the same names for a GPU and for simt, so that tests find the PTX of the one by the name of the
-// other.
+// Outside an anonymous namespace: tests find a GPU's PTX by simt's kernel names.
 namespace pagedtree::cuda::hopper {
 
-constexpr int kThreads = 128, kOut = 128;     // a warpgroup; words that a thread gives
-constexpr int kSteps = 4, kStepWords = 4;     // multiplications in a row; words of the left operand, if in registers
+constexpr int kThreads = 128, kOut = 128;     // a warpgroup; result words per thread
+constexpr int kSteps = 4, kStepWords = 4;     // mma in sequence; words of a register operand
 constexpr int kImageChunks = 80 * 1024 / 16;  // of shared memory, 16 bytes each
 
-// The words of all threads.
 struct Words {
-  uint32_t numbers[kThreads];  // what else the instruction is told
+  uint32_t numbers[kThreads];  // further operands
   uint32_t own[kThreads][kSteps][kStepWords];
-  uint4 image[kImageChunks];  // what shared memory is to hold
+  uint4 image[kImageChunks];  // contents of shared memory
 };
 
 struct Call {
@@ -49,7 +46,7 @@ __device__ inline void store(uint32_t* out, const uint4& words) {
   out[3] = words.w;
 }
 
-// Fills shared memory from chunk `first` of the image on, for wgmma to read.
+// Fills shared memory from chunk `first` of the image for wgmma.
 __device__ inline void load_image(Shared& s, const Words& in, uint32_t first = 0) {
   for (uint32_t i = threadIdx.x; i + first < kImageChunks; i += blockDim.x) s.image[i] = in.image[i + first];
   ptx::fence_proxy_async();
@@ -60,7 +57,7 @@ __device__ inline uint64_t descriptor(const Shared& s, uint32_t offset, uint32_t
   return ptx::matrix_descriptor(reinterpret_cast<const unsigned char*>(s.image) + offset, leading, stride);
 }
 
-// Another number in each place of the words that the thread gives, of which d is to be those from `first` on.
+// Initializes d with distinct numbers, offset by `first`.
 template <int N>
 __device__ inline void begin_sums(float (&d)[N][4], uint32_t first = 0) {
 #pragma unroll
@@ -79,12 +76,12 @@ __device__ inline void store_sums(const float (&d)[N][4], uint32_t* out) {
   }
 }
 
-// What Words::numbers tells of multiplications.
+// Words::numbers of multiplications.
 struct Layout {
-  uint32_t accumulates;  // whether the first step adds to what is there
+  uint32_t accumulates;  // flag: the first step adds to d
   uint32_t a_leading, a_stride, b_leading, b_stride;
   struct {
-    uint32_t a, b;  // where the operands begin, in bytes
+    uint32_t a, b;  // byte offsets of the operands
   } steps[kSteps];
 
   __device__ static Layout of(const Words& in) {
@@ -96,7 +93,7 @@ struct Layout {
   __device__ uint64_t b(const Shared& s, int step) const { return descriptor(s, steps[step].b, b_leading, b_stride); }
 };
 
-enum Operands { kBothShared, kKMajor, kNMajor };  // kKMajor and kNMajor: the left one is in registers
+enum Operands { kBothShared, kKMajor, kNMajor };  // the last two: a in registers
 
 struct Usual {
   static constexpr int kThreads = 128, kCtas = 1;  // of the launch, a cluster
@@ -104,8 +101,7 @@ struct Usual {
 
 template <typename T, int N, Operands kOperands, bool kTradesRegisters = false>
 struct Multiply {
-  // Two warpgroups give registers to the first, whose threads have 168 at the start: too few for all that N = 256
-  // needs.
+  // Two warpgroups release registers to the first. Threads start with 168, too few for N = 256.
   static constexpr int kThreads = kTradesRegisters ? 384 : 128, kCtas = 1;
 
   static __device__ void run(const Call& call, uint32_t* out) {
@@ -137,7 +133,7 @@ struct Multiply {
   }
 };
 
-// The sums of the older of two groups, while the newer is in flight; then those of the newer.
+// Stores the older of two groups while the newer is in flight, then the newer.
 struct Groups : Usual {
   static __device__ void run(const Call& call, uint32_t* out) {
     auto& s = ptx::shared<Shared>();
@@ -162,7 +158,7 @@ struct Groups : Usual {
   }
 };
 
-// Operands that threads write where earlier ones were; the second are 32 KB behind the first.
+// Threads overwrite operands that wgmma has read; the second ones are 32 KB after the first.
 struct ProxyFence : Usual {
   static __device__ void run(const Call& call, uint32_t* out) {
     auto& s = ptx::shared<Shared>();
@@ -183,7 +179,7 @@ struct ProxyFence : Usual {
   }
 };
 
-// The descriptor of an offset, with two offsets in it; the address of shared memory itself is taken off.
+// The descriptor relative to the start of shared memory.
 struct Descriptor : Usual {
   static __device__ void run(const Call& call, uint32_t* out) {
     const auto& s = ptx::shared<Shared>();
@@ -202,7 +198,7 @@ __device__ inline void init_barriers(Shared& s, uint32_t count) {
   __syncthreads();
 }
 
-// Half of the threads write in each phase what a thread of another warp reads.
+// In each phase half of the threads write words for the other half.
 struct Phases : Usual {
   static __device__ void run(const Call& call, uint32_t* out) {
     auto& s = ptx::shared<Shared>();
@@ -210,7 +206,7 @@ struct Phases : Usual {
     uint64_t *const full = &s.barriers[0], *const empty = &s.barriers[1];
     for (uint32_t phase = 0; phase < 4; ++phase) {
       if (threadIdx.x < kThreads / 2) {
-        ptx::mbar_wait(empty, (phase & 1) ^ 1);  // at first that of the phase before, which has ended
+        ptx::mbar_wait(empty, (phase & 1) ^ 1);  // initially the preceding phase, which is complete
         memcpy(&s.image[threadIdx.x], call.in->own[threadIdx.x][phase], sizeof(uint4));
         ptx::mbar_arrive(full);
       } else {
@@ -222,7 +218,7 @@ struct Phases : Usual {
   }
 };
 
-// In each phase two copies of each thread, of which odd threads' second are zeros.
+// Two copies per thread and phase; the second of odd threads is zeros.
 struct CopiesArrive : Usual {
   static __device__ void run(const Call& call, uint32_t* out) {
     auto& s = ptx::shared<Shared>();
@@ -242,12 +238,12 @@ struct CopiesArrive : Usual {
   }
 };
 
-// [2, 2, 3, 5, 128] by boxes of [2, 2, 2, 2, 64]; a box has a chunk for each thread.
+// [2, 2, 3, 5, 128] by boxes of [2, 2, 2, 2, 64]; a box has a chunk per thread.
 inline MappedTensor tensor_at(const void* data) {
   return {data, {128, 5, 3, 2, 2}, {256, 5 * 256, 15 * 256, 30 * 256}, {64, 2, 2, 2, 2}};
 }
 
-// In each phase two boxes, from the places that the numbers tell; each thread gives its chunk of each.
+// Two boxes per phase, at coordinates from Words::numbers.
 struct Load : Usual {
   static __device__ void run(const Call& call, uint32_t* out) {
     auto& s = ptx::shared<Shared>();
@@ -271,7 +267,6 @@ struct Load : Usual {
   }
 };
 
-// In each phase two copies, of a chunk for each thread.
 struct BulkLoad : Usual {
   static __device__ void run(const Call& call, uint32_t* out) {
     auto& s = ptx::shared<Shared>();
@@ -292,7 +287,7 @@ struct BulkLoad : Usual {
   }
 };
 
-// In each phase each thread tells its value, to which it adds its CTA's and the other's rank, to all CTAs.
+// In each phase each thread sends value + own rank * 4 + target rank to all CTAs.
 struct Tell : Usual {
   static constexpr int kCtas = 4;
   static __device__ void run(const Call& call, uint32_t* out) {
@@ -312,7 +307,7 @@ struct Tell : Usual {
       for (uint32_t from = 0; from < kCtas; ++from) {
         memcpy(out + rank * 16 + phase * 8 + from * 2, &places[from * kThreads + (threadIdx.x ^ 32)], sizeof(value));
       }
-      ptx::cluster_sync();  // all have read, and nobody tells a CTA that has gone
+      ptx::cluster_sync();  // after all reads; no CTA may exit earlier
     }
   }
 };
@@ -367,7 +362,7 @@ constexpr Instructions kTable{1,
                               static_cast<int32_t>(std::size(kInstructions)),
                               kInstructions};
 
-// Only in libraries with code for compute capability 9.0.
+// Only in builds with code for compute capability 9.0.
 extern "C" PT_EXPORT const void* pagedtree_instructions_sm90() { return &kTable; }
 
 }  // namespace pagedtree::cuda::hopper

@@ -1,3 +1,4 @@
+// Writes rows into the paged cache (append_kv, rope_append) and moves accepted rows (compact_kv).
 #include <algorithm>
 #include <initializer_list>
 #include <type_traits>
@@ -15,9 +16,8 @@ constexpr int kMaxThreads = 256;
 constexpr int kRopeThreads = 128, kRopeCtasPerSm = 16;
 constexpr int64_t kVectorBytes = 16;
 
-// ---- rows: neighbours of one, read and written at once
+// ---- elements: neighbours in one access
 
-// A number as raw bits.
 template <DType kDType>
 struct Stored {
   uint16_t bits;
@@ -49,7 +49,6 @@ struct Neighbours {
   T at[kCount];
 };
 
-// What is moved at once.
 template <int kBytes>
 using Unit = std::conditional_t<
     kBytes % 16 == 0, uint4,
@@ -79,12 +78,11 @@ __device__ __forceinline__ void store_neighbours(T* to, const Neighbours<T, kCou
     if constexpr (sizeof(Word) < 8) {
       *target = word;
     } else {
-      __stwb(target, word);  // the compiler may store the parts of such a word by themselves
+      __stwb(target, word);  // the compiler may split a plain store of such a word
     }
   }
 }
 
-// Stores the e4m3 codes of numbers.
 template <DType kDType, int kCount>
 __device__ __forceinline__ void store_codes(uint8_t* to, const Neighbours<Stored<kDType>, kCount>& numbers,
                                             const Quantizer& quantizer) {
@@ -100,20 +98,18 @@ __device__ __forceinline__ Quantizer quantizer_of(const AppendSide& side, int64_
   return Quantizer(side.scale == nullptr ? 1.0f : side.scale[head * side.scale_stride]);
 }
 
-// The first element of a slot's row.
 __device__ __forceinline__ int64_t cache_offset(const AppendSide& side, const Divisor& page_size, int64_t slot) {
   const int64_t page = page_size.quotient(slot);
   return page * side.cache_page_stride + page_size.remainder(slot, page) * side.cache_slot_stride;
 }
 
-// Whether all of these are multiples of 16 bytes.
 bool are_aligned(std::initializer_list<int64_t> bytes) {
   return std::all_of(bytes.begin(), bytes.end(), [](int64_t value) { return value % kVectorBytes == 0; });
 }
 
 int64_t address(const void* p) { return static_cast<int64_t>(reinterpret_cast<uintptr_t>(p)); }
 
-// Whether the rows can be read and written 16 bytes at a time, `elements` of them in each piece.
+// True if rows allow accesses of 16 bytes, `elements` each.
 bool is_aligned(const AppendKvParams& p, const AppendSide& side, int64_t elements) {
   const int64_t size = element_size(p.dtype), cache_size = element_size(p.cache_dtype);
   return side.head_dim % elements == 0 &&
@@ -122,8 +118,7 @@ bool is_aligned(const AppendKvParams& p, const AppendSide& side, int64_t element
                       side.cache_head_stride * cache_size});
 }
 
-// A block in which threads along x share a head of `pieces` pieces, and those along y take different heads: no thread
-// has to divide.
+// Returns a block with a head's pieces along x and heads along y: threads need not divide.
 dim3 block_of(int64_t pieces, int64_t heads, int64_t threads) {
   const int64_t x = clamp_to<int64_t>(pieces, 1, threads);
   return dim3(static_cast<unsigned>(x),
@@ -132,7 +127,7 @@ dim3 block_of(int64_t pieces, int64_t heads, int64_t threads) {
 
 // ---- append_kv, rope_append
 
-// The cosines or sines of neighbouring pairs: fp32, or of the rows' type.
+// Loads cosines or sines of neighbouring pairs, fp32 or the rows' type.
 template <DType kDType, int kCount>
 __device__ __forceinline__ void load_angles(float (&angles)[kCount], const RopeAppendParams& p, int64_t offset) {
   if (p.cos_sin_dtype == DType::kFloat32) {
@@ -147,7 +142,7 @@ __device__ __forceinline__ void load_angles(float (&angles)[kCount], const RopeA
   }
 }
 
-// Where a head goes: to numbers of the rows' type, or to e4m3 codes.
+// Destination of a head: the rows' type, or e4m3.
 template <DType kDType>
 struct HeadTarget {
   void* row;
@@ -164,15 +159,14 @@ struct HeadTarget {
   }
 };
 
-// The threads along x rotate one head by the row of angles that begins at `angles`, kCount pairs at a time, and copy
-// its other columns.
+// Rotates one head by the angles at offset `angles`, kCount pairs per thread along x, and copies its other columns.
 template <DType kDType, int kCount>
 __device__ __forceinline__ void rotate_head(const RopeAppendParams& p, int64_t angles, const Stored<kDType>* from,
                                             const HeadTarget<kDType>& to) {
   const int64_t half = p.rotary_dim / 2, step = int64_t{blockDim.x} * kCount, first = int64_t{threadIdx.x} * kCount;
-#pragma unroll 1  // mostly there is one turn
+#pragma unroll 1  // usually one iteration
   for (int64_t pair = first; pair < half; pair += step) {
-    // Of neighbouring pairs, the numbers of the first half and of the second stand one behind the other.
+    // Interleaved: the first half of the pairs is in x, the second in y.
     const int64_t a = p.rotary_start + (p.interleaved ? 2 * pair : pair), b = a + (p.interleaved ? kCount : half);
     auto x = load_neighbours<Stored<kDType>, kCount>(from + a), y = load_neighbours<Stored<kDType>, kCount>(from + b);
     float cos[kCount], sin[kCount];
@@ -204,8 +198,7 @@ __device__ __forceinline__ void rotate_head(const RopeAppendParams& p, int64_t a
   }
 }
 
-// CTA (token, part): its threads along x share a head, those along y take different ones of the token's Hq heads of Q,
-// Hkv of K and Hkv of V; the parts of a token take turns. append_kv has no Q, and rotates nothing.
+// CTA (token, part). x: one head; y and parts: the token's heads of Q, K, and V. append_kv has no Q and no rotation.
 template <DType kDType, int kCount>
 __global__ void __launch_bounds__(kRopeThreads)
     rope_append_kernel(const __grid_constant__ RopeAppendParams p, const __grid_constant__ Divisor page_size) {
@@ -243,7 +236,6 @@ __global__ void __launch_bounds__(kRopeThreads)
   }
 }
 
-// Whether all rows and angles can be read and written in pieces of this many elements, of 16 bytes.
 bool is_aligned(const RopeAppendParams& p, int64_t elements) {
   const int64_t size = element_size(p.append.dtype), angle_size = element_size(p.cos_sin_dtype);
   bool aligned = p.rotary_start % elements == 0 && p.rotary_dim / 2 % elements == 0 && p.head_dim % elements == 0 &&
@@ -261,7 +253,7 @@ void launch_rope(const RopeAppendParams& p, const ExecContext& ctx) {
   const int64_t heads = p.num_q_heads + p.append.num_sides * p.append.num_kv_heads;
   const int64_t pieces = max_of(p.rotary_dim / 2, p.head_dim - p.rotary_dim) / kCount;
   const dim3 block = block_of(pieces, heads, kRopeThreads);
-  // Few tokens get a CTA for each group of heads, so that no thread works on two; many tokens fill the GPU without.
+  // Few tokens get a CTA per group of heads. Many tokens fill the GPU anyway.
   const int64_t enough =
       ceil_div<int64_t>(int64_t{kRopeCtasPerSm} * device_limits().num_sms, max_of<int64_t>(p.append.num_tokens, 1));
   const int64_t parts = clamp_to<int64_t>(ceil_div<int64_t>(heads, block.y), 1, min_of<int64_t>(enough, 65535));
@@ -281,7 +273,7 @@ constexpr int kStagedUnits = 1024;
 constexpr int64_t kBytesPerCta = 16 << 10;
 constexpr int kCompactCtasPerSm = 4;
 
-// How a row of a cache is cut into units, the largest at whose multiples everything lies.
+// A row as units of the largest size to which everything is aligned.
 struct RowLayout {
   Divisor units_a_run, sizes_1, sizes_2;
   int64_t units;
@@ -294,10 +286,9 @@ struct RowLayouts {
 
 struct CompactShared {
   uint4 staging[kStagedUnits];
-  // Then the moves [path_width - 1], of path node j + 1; from.page -1: the row stays.
+  // Then Move moves[path_width - 1], for path nodes j + 1; from.page is -1 if a row stays.
 };
 
-// The offset of unit `unit` from the first byte of its row.
 __device__ __forceinline__ int64_t unit_offset(const CacheView& cache, const RowLayout& layout, int64_t unit) {
   const int64_t run = layout.units_a_run.quotient(unit), rest = layout.sizes_2.quotient(run);
   const int64_t i0 = layout.sizes_1.quotient(rest), i1 = layout.sizes_1.remainder(rest, i0);
@@ -305,7 +296,6 @@ __device__ __forceinline__ int64_t unit_offset(const CacheView& cache, const Row
          layout.units_a_run.remainder(unit, run) * layout.unit_bytes;
 }
 
-// A unit, in the first bytes of a vector.
 __device__ __forceinline__ uint4 load_unit(const uint8_t* from, int32_t bytes) {
   if (bytes == 16) return *reinterpret_cast<const uint4*>(from);
   return make_uint4(bytes == 4 ? *reinterpret_cast<const uint32_t*>(from) : *from, 0, 0, 0);
@@ -321,9 +311,8 @@ __device__ __forceinline__ void store_unit(uint8_t* to, const uint4& unit, int32
   }
 }
 
-// All rows of a window of units are loaded before any is stored, so moves may overlap whatever their order. A thread
-// has one unit of the window, and takes turns at the moves with the other threads that have it. Each CTA of a row takes
-// its own windows.
+// Moves rows window by window. A barrier separates a window's loads from its stores: moves may overlap in any order.
+// Threads with the same unit share its moves. The CTAs of a row have separate windows.
 __device__ __forceinline__ void move_rows(const CacheView& cache, const RowLayout& layout, CompactShared& shared,
                                           int32_t num_moves) {
   constexpr int kUnderWay = 4;
@@ -360,7 +349,7 @@ __device__ __forceinline__ void move_rows(const CacheView& cache, const RowLayou
   }
 }
 
-// CTA (sequence, piece of the row, cache); those of a sequence's caches take turns.
+// CTA (sequence, piece of the row, first cache); z iterates over caches.
 __global__ void __launch_bounds__(kMaxThreads, kCompactCtasPerSm)
     compact_kernel(const __grid_constant__ CompactKvParams p, const __grid_constant__ RowLayouts layouts,
                    const __grid_constant__ Divisor page_size) {
@@ -369,7 +358,7 @@ __global__ void __launch_bounds__(kMaxThreads, kCompactCtasPerSm)
   const int64_t b = blockIdx.x;
   const int32_t* const path = p.accept_index + b * p.accept_stride;
   int32_t j = 1 + static_cast<int32_t>(threadIdx.x);
-  int32_t node = j < p.path_width ? path[j] : -1;  // loaded before its length is known
+  int32_t node = j < p.path_width ? path[j] : -1;  // loaded before the path's length is known
   const int32_t length = path_length(p, b);
   if (blockIdx.y == 0 && blockIdx.z == 0 && threadIdx.x == 0) p.seq_lens[b] = compacted_length(p, b);
   if (p.num_caches == 0) return;
@@ -386,7 +375,7 @@ __global__ void __launch_bounds__(kMaxThreads, kCompactCtasPerSm)
 #pragma unroll 1
   for (int32_t i = static_cast<int32_t>(blockIdx.z); i < p.num_caches; i += static_cast<int32_t>(gridDim.z)) {
     move_rows(p.caches[i], layouts.of[i], shared, length);
-    __syncthreads();  // windows of the next cache may be others
+    __syncthreads();  // the next cache's windows may differ
   }
 }
 
@@ -429,7 +418,7 @@ void CudaBackend::compact_kv(const CompactKvParams& p, const ExecContext& ctx) c
     layouts.of[i] = layout_of(cache);
   }
   const int64_t pieces = clamp_to<int64_t>(ceil_div(most, kBytesPerCta), 1, 16);
-  // No more CTAs than run at the same time, where they have several caches each.
+  // CTAs that iterate over caches all run at once.
   const int64_t enough = int64_t{kCompactCtasPerSm} * device_limits().num_sms / max_of<int64_t>(p.batch * pieces, 1);
   const dim3 grid(static_cast<unsigned>(p.batch), static_cast<unsigned>(pieces),
                   static_cast<unsigned>(clamp_to<int64_t>(enough, 1, max_of(p.num_caches, 1))));

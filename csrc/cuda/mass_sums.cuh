@@ -1,4 +1,4 @@
-// The distribution of a row of logits, and sums of its masses, in the order of MassTable (core/verify/rules.h).
+// A row's distribution and sums of its masses, in the order of MassTable (core/verify/rules.h).
 #pragma once
 
 #include "core/verify/rules.h"
@@ -6,10 +6,9 @@
 
 namespace pagedtree::cuda {
 
-// The masses of a row's distribution.
 template <DType kDType>
 struct MassesOfDType {
-  // Rows that are read, groups of four of each that are loaded together, sums that are found at a time.
+  // Rows read, groups of four per load of a row, sums per pass.
   static constexpr int kRows = 1, kBatch = 4, kSums = 1;
 
   LogitReader<kDType> row;
@@ -70,8 +69,7 @@ struct MassesOfDType {
 };
 using RowMasses = MassesOfDType<kAnyDType>;
 
-// A block's sum from the warp's partial sums, in the order of MassTable: sum i is entry i % 4 of lane i / 4. In each
-// step a lane gives another lane the half of the sums that the other continues with.
+// Returns a block's sum in MassTable's order. Partial sum i is entry i % 4 of lane i / 4; lanes swap halves of sums.
 __device__ __forceinline__ float sum_of_block(const float (&sums)[4]) {
   const bool high = threadIdx.x & 16, odd = threadIdx.x & 8;
   float first = high ? sums[2] : sums[0], second = high ? sums[3] : sums[1];
@@ -84,14 +82,12 @@ __device__ __forceinline__ float sum_of_block(const float (&sums)[4]) {
   return sum + __shfl_xor_sync(~0u, sum, 8);
 }
 
-// One warp per block: it adds all groups of four tokens of the block. Every CTA gets all sums. Where masses have an
-// only_block, and it is not negative, the sums of the others stay as they are, and each CTA sums it for itself.
+// Sums blocks, one warp each; every CTA gets all sums. With only_block >= 0, each CTA sums that block alone.
 template <typename Masses>
 __device__ __forceinline__ void sum_blocks(const Masses& masses, MassTable& first, MassTable& last) {
   static_assert(Masses::kSums <= 2);
   const int32_t vocab = masses.vocab();
   ptx::meet_cluster();
-  // A block is read in groups of kMassSums tokens, some of which are loaded together.
   constexpr int kBatch = Masses::kBatch, kGroups = kMassBlock / kMassSums;
   static_assert(kGroups % kBatch == 0);
   const int lane = static_cast<int>(threadIdx.x % 32), warps_of_cta = static_cast<int>(blockDim.x / 32);
@@ -100,7 +96,7 @@ __device__ __forceinline__ void sum_blocks(const Masses& masses, MassTable& firs
             num_blocks = static_cast<int>(MassTable::num_blocks(vocab));
   float sums[Masses::kSums][4]{};
   int block = warp, step = warps, group = 0;
-  bool writes = lane < static_cast<int>(ptx::cluster_size());  // to the CTA of this number
+  bool writes = lane < static_cast<int>(ptx::cluster_size());  // to the CTA of this rank
   if constexpr (requires { masses.only_block; }) {
     if (masses.only_block >= 0) {
       block = threadIdx.x < 32 ? masses.only_block : num_blocks;

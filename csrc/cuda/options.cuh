@@ -1,5 +1,4 @@
-// Request options (core/options.h): a CTA or a cluster writes a row anew in fp32, and reads that row from then on. It
-// lies in the call's scratch, one row for each cluster of the grid.
+// Request options (core/options.h): a CTA or cluster writes an adjusted fp32 row to scratch and reads it from then on.
 #pragma once
 
 #include "core/options.h"
@@ -7,8 +6,8 @@
 
 namespace pagedtree::cuda {
 
-// Calls launch(first, count) for the rows or trees that are worked on at a time: all of them, under options as many as
-// there are rows of scratch. These are launches of their own, as nvcc takes ten times as long for a loop in the kernel.
+// Calls launch(first, count) for batches of rows or trees: with options, as many as scratch has rows. Separate
+// launches: a loop in the kernel takes nvcc ten times as long.
 template <typename Launch>
 void in_turns(const OptionsParams& o, int64_t count, Launch launch) {
   const int64_t most = o.used ? o.scratch_rows : count;
@@ -27,7 +26,7 @@ struct Writer {
   static __device__ uint32_t first() { return ptx::cluster_rank() * blockDim.x + threadIdx.x; }
   static __device__ uint32_t step() { return ptx::cluster_size() * blockDim.x; }
   static __device__ void sync() { ptx::meet_cluster(); }
-  // One column, or four from a multiple of four on. One is written atomically: an id may be listed several times.
+  // Writes one column, or four from a multiple of four. One is atomic: ids may repeat.
   __device__ void write(uint32_t column, uint32_t count, float bias, bool may_be_on_path) const {
     const LogitReader<kAnyDType> reader(row);
     const StoredLogits<kAnyDType> stored(row.dtype);
@@ -73,24 +72,23 @@ __device__ __forceinline__ float* scratch_of(const OptionsParams& o) {
   return o.scratch + ptx::cluster_index() * o.scratch_stride;
 }
 
-// Not inlined: few arguments cost few registers where rows are read.
+// Not inlined: few arguments cost few registers.
 inline __device__ __attribute__((noinline)) void write_row(const OptionsParams& o, const LogitsParams& logits,
                                                            int64_t b, int64_t n, Stops stops, BlockShared& shared) {
   const RowOptions r(o, b, n, stops);
   const LogitRow row = logit_row(logits, n);
-  ptx::meet_cluster();  // all have read the row before
+  ptx::meet_cluster();  // after all reads of the row before
   Writer writer{r, row, scratch_of(o), shared};
   RowPatch<Writer>(r, row, writer).run();
 }
 
 }  // namespace options
 
-// Whether a kernel for rows of this dtype may be called with options, see dtype_under().
+// True if a kernel for this dtype may get options, see dtype_under().
 template <DType kDType>
 constexpr bool kReadsOptions = kDType == DType::kFloat32 || kDType == kAnyDType;
 
-// Makes row n of the logits readable as the options of sequence b leave it, by row_of(). All threads of a cluster call
-// this.
+// Applies sequence b's options to row n, for row_of(). All threads of a cluster call it.
 template <DType kDType = kAnyDType>
 __device__ __forceinline__ void prepare_row(const OptionsParams& o, const LogitsParams& logits, int64_t b, int64_t n,
                                             BlockShared& shared, Stops stops = Stops::kDecide) {
@@ -102,7 +100,7 @@ __device__ __forceinline__ void prepare_row(const OptionsParams& o, const Logits
 __device__ __forceinline__ LogitRow prepared_row(const OptionsParams& o, const LogitsParams& logits) {
   return {options::scratch_of(o), nullptr, nullptr, static_cast<int32_t>(logits.vocab), DType::kFloat32};
 }
-// The row that was prepared; row n as it is in memory where there are no options.
+// Returns the prepared row, or row n in memory without options.
 template <DType kDType = kAnyDType>
 __device__ __forceinline__ LogitRow row_of(const OptionsParams& o, const LogitsParams& logits, int64_t n) {
   return kReadsOptions<kDType> && o.used ? prepared_row(o, logits) : logit_row(logits, n);
@@ -115,7 +113,6 @@ __device__ __forceinline__ LogitRow row_under(const OptionsParams& o, const Logi
   return row_of<kDType>(o, logits, n);
 }
 
-// The dtype that a kernel reads rows in.
 inline DType dtype_under(const OptionsParams& o, DType dtype) { return o.used ? DType::kFloat32 : dtype; }
 
 }  // namespace pagedtree::cuda

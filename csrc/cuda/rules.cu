@@ -1,4 +1,4 @@
-// The ops that treat each of their items by itself (core/ops.h): one thread per item.
+// Ops with independent items (core/ops.h): one thread per item.
 #include "core/kv_cache.h"
 #include "core/shard_distributions.h"
 #include "core/step.h"
@@ -9,7 +9,7 @@
 namespace pagedtree::cuda {
 namespace {
 
-// Items that take long are spread over many SMs.
+// Expensive items get smaller CTAs, to use more SMs.
 constexpr int threads_for(int64_t grain) { return static_cast<int>(clamp_to<int64_t>(grain, 32, 128)); }
 
 #define PT_KERNEL(op, Params, rule, grain)                                                                 \

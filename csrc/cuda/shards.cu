@@ -1,5 +1,5 @@
-// Scans of this rank's columns of a row, see core/shards.h and core/shard_distributions.h: one cluster per row for
-// distributions and draws, one CTA per item for what rejections leave.
+// Scans of this rank's columns (core/shards.h, core/shard_distributions.h): one cluster per row for distributions and
+// draws, one CTA per item for residuals.
 #include "core/shard_distributions.h"
 #include "cuda/backend.h"
 #include "cuda/sampling.cuh"
@@ -9,7 +9,7 @@
 namespace pagedtree::cuda {
 namespace {
 
-// ---- distributions and draws of rows
+// ---- distributions and draws
 
 template <DType kDType>
 __device__ __forceinline__ void tell(const ShardStepParams& p, int64_t n, int64_t b, const Sampling& sampling,
@@ -34,8 +34,7 @@ __device__ __forceinline__ void tell(const ShardStepParams& p, int64_t n, int64_
     case ShardRound::kCount:
     case ShardRound::kMass: {
       if (!row.searching) break;
-      // The table is by bytes, each of two digits: a bin of the first digit is a sum of the table's bins, a bin of the
-      // second digit is one of them.
+      // A table digit is two shard digits: a first digit's bin sums 16 bins of the table, a second digit's bin is one.
       static_assert(kDigitBits == 2 * kShardDigitBits);
       const bool first = p.digit % 2 == 0;
       const unsigned bin = threadIdx.x;
@@ -113,7 +112,7 @@ __device__ __forceinline__ void step_row(const ShardStepParams& p, int64_t n, Sa
     if (kept_ties > 0) row.filter.tie_end = static_cast<int32_t>(~cut.key) + 1;
   }
   tell(p, n, b, sampling, of_logits, logits, row, num_ties, p.words + n * words_of(p.round), shared);
-  ptx::meet_cluster();  // all have read the row
+  ptx::meet_cluster();  // after all reads of the row
   if (leads_cluster()) p.shard.rows[n] = row;
 }
 
@@ -124,7 +123,7 @@ __global__ void __launch_bounds__(kRulesThreads, kRowCtas)
   step_row<kDType>(p, first + ptx::cluster_index(), ptx::shared<SamplingShared>());
 }
 
-// ---- what rejections leave
+// ---- residuals
 
 struct WeighShared {
   BlockShared block;
@@ -147,7 +146,7 @@ class ShardDistributions {
     if (p.ratio.law != DraftLaw::kOneHot) distributions_.draft.row = draft_row_of(p.ratio, n);
   }
 
-  // Writes the masses of the children's draft tokens that are in this rank's columns.
+  // Publishes the masses of the children's draft tokens in this rank's columns.
   __device__ void tell_drafts(TreeWalk& walk) const {
     const RowMasses target(distributions_.target);
     const DraftMasses draft(distributions_);
@@ -158,8 +157,8 @@ class ShardDistributions {
     }
   }
 
-  // Sums what is left at c, and the draft's masses, with the tokens of the first `num_tried` children tried; or, if it
-  // draws, writes the first token at which the cumulative units of what is left exceed `bound`.
+  // Sums residuals at c and draft masses, without the first `num_tried` children's tokens. If it draws, writes the
+  // first token whose cumulative residual units exceed `bound`.
   __device__ ShardSums weigh(TreeWalk& walk, const ShardQuestion& question, bool draws, uint64_t bound,
                              int64_t* drawn) {
     const ResidualMasses masses = left_at(walk, question);
@@ -244,7 +243,7 @@ __device__ __forceinline__ void weigh_item(const ShardWeighParams& p, int64_t it
   }
   ShardSums sums;
   if (question.asked) sums = shard.weigh(walk, question, draws, bound, words);
-  __syncthreads();  // all have read the row
+  __syncthreads();  // after all reads of the row
   if (!leads || draws) return;
   words[0] = static_cast<int64_t>(sums.left);
   if (p.round == WeighRound::kMasses) {

@@ -1,3 +1,4 @@
+// Depths, masks, and links of trees from parents: one CTA per tree, a warp per 32 nodes, by pointer jumping.
 #include "core/tree.h"
 #include "cuda/append_children.cuh"
 #include "cuda/backend.h"
@@ -10,26 +11,26 @@ namespace {
 constexpr int kMaxThreads = 256;
 constexpr int kMaxWords = kMaxTreeNodes / kMaskWordBits;
 
-// What stands above the nodes of a block of 32, the size of a mask word, if it is no node.
+// The link out of a block of 32 nodes (a mask word) if it leads to no node.
 constexpr int16_t kNothing = -1, kBrokenLink = -2;
 
-// Behind it in shared memory: BlockMasks of each warp.
+// Followed in shared memory by BlockMasks per warp.
 struct TreeShared {
-  int16_t parents[kMaxTreeNodes];  // kNothing at the root, kBrokenLink where there is no such node
-  // The way up from each node within its block: its nodes, how many links it has, and where the last one leads to.
+  int16_t parents[kMaxTreeNodes];  // kNothing at the root, kBrokenLink if invalid
+  // A node's path within its block: mask, number of links, and the node above.
   uint32_t within[kMaxTreeNodes];
   int16_t links[kMaxTreeNodes];
   int16_t above[kMaxTreeNodes];
-  int16_t depths[kMaxTreeNodes];  // -1: cannot be reached
+  int16_t depths[kMaxTreeNodes];  // -1: unreachable
   int16_t last_child[kMaxTreeNodes];
 };
 
-// The mask rows of a block. One more word, so that lanes with a row each use different banks.
+// Mask rows of a block, padded against bank conflicts of lanes with a row each.
 struct BlockMasks {
   int32_t rows[32][kMaxWords + 1];
 };
 
-// Finds the way up within the block of `node`, by a warp whose lanes are its nodes: each step doubles how far it goes.
+// Computes the paths within a block by pointer jumping, one lane per node.
 __device__ __forceinline__ void climb_block(TreeShared& tree, int32_t node, int32_t parent, int32_t num_nodes) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x % 32), block = node - lane;
   int32_t above = parent, links = parent >= 0 ? 1 : 0;
@@ -49,8 +50,7 @@ __device__ __forceinline__ void climb_block(TreeShared& tree, int32_t node, int3
   tree.above[node] = static_cast<int16_t>(above);
 }
 
-// Writes depths, -1 where the way to the root is broken or longer than max_depth, by one warp: a block needs those of
-// the blocks before it. Returns whether all nodes can be reached.
+// Writes depths, by one warp. Depth is -1 if the path is broken or too long. Returns true if all are reachable.
 __device__ __forceinline__ bool write_depths(const BuildTreesParams& p, TreeShared& tree, int64_t begin,
                                              int32_t num_nodes) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x);
@@ -69,8 +69,7 @@ __device__ __forceinline__ bool write_depths(const BuildTreesParams& p, TreeShar
   return all;
 }
 
-// Writes the mask rows of a block, by a warp: each lane puts together that of its node, then lanes write neighbouring
-// words.
+// Writes a block's mask rows: each lane builds its node's row, then all lanes write coalesced words.
 __device__ __forceinline__ void write_masks(const BuildTreesParams& p, TreeShared& tree, int64_t begin, int32_t node,
                                             int32_t num_nodes) {
   auto& masks = reinterpret_cast<BlockMasks*>(&tree + 1)[threadIdx.x / 32].rows;
@@ -88,7 +87,6 @@ __device__ __forceinline__ void write_masks(const BuildTreesParams& p, TreeShare
   __syncwarp();
 }
 
-// Writes children and siblings, by one warp.
 __device__ __forceinline__ void write_links(const BuildTreesParams& p, TreeShared& tree, int64_t begin,
                                             int32_t num_nodes) {
   TreeOutput trees{};
@@ -107,7 +105,7 @@ __device__ __forceinline__ void build_one(const BuildTreesParams& p, int64_t b) 
   const NodeRange rows = node_range(p.cu_nodes, p.batch, b, p.num_rows);
   const int32_t num_nodes = static_cast<int32_t>(min_of<int64_t>(rows.size(), p.max_nodes));
   const int32_t thread = static_cast<int32_t>(threadIdx.x), threads = static_cast<int32_t>(blockDim.x);
-  // Each warp takes whole blocks.
+  // Each warp handles whole blocks.
   for (int32_t node = thread; node - thread % 32 < num_nodes; node += threads) {
     int32_t parent = node > 0 && node < num_nodes ? p.parents[rows.begin + node] : kNothing;
     if (node > 0 && (parent < 0 || parent >= node)) parent = kBrokenLink;
@@ -118,7 +116,7 @@ __device__ __forceinline__ void build_one(const BuildTreesParams& p, int64_t b) 
   bool valid = rows.size() > 0 && rows.size() <= p.max_nodes && p.parents[rows.begin] == -1;
   if (thread < 32) valid = write_depths(p, tree, rows.begin, num_nodes) && valid;
   valid = __syncthreads_and(valid);
-  // The first warp has enough to do with links, if there are others.
+  // The first warp writes links while the others, if any, write masks.
   if (thread < 32) write_links(p, tree, rows.begin, num_nodes);
   if (thread >= 32 || threads == 32) {
     const int32_t first = threads == 32 ? thread : thread - 32, step = max_of(threads - 32, 32);
@@ -130,7 +128,7 @@ __device__ __forceinline__ void build_one(const BuildTreesParams& p, int64_t b) 
   if (thread == 0) p.valid[b] = valid;
 }
 
-// The first CTAs take one tree each, the others the rows that belong to no tree (the padding of a fixed-shape batch).
+// One CTA per tree. The last CTAs clear rows outside all trees, the padding of a fixed-shape batch.
 __global__ void __launch_bounds__(kMaxThreads, 1) build_trees_kernel(const __grid_constant__ BuildTreesParams p) {
   if (blockIdx.x < p.batch) return build_one(p, blockIdx.x);
   const NodeRange used = used_rows(p.cu_nodes, p.batch, p.num_rows);

@@ -1,12 +1,12 @@
-// One stage of keys against a warp's rows: scores, online softmax, output.
+// One stage of keys against a warp's rows: S = Q K^T, online softmax, O += P V. All operands are mma fragments.
 #pragma once
 
 #include "cuda/attention/stage.cuh"
 
 namespace pagedtree::cuda {
 
-// A warp's rows as mma accumulators. For rows quad and quad + 8 of each block of 16 they hold the unnormalised output
-// (the warp's columns of it), the maximum (base 2) and this lane's part of the sum of 2^(score - maximum).
+// A warp's accumulators for rows quad and quad + 8 of each block of 16: unnormalized output (the warp's columns),
+// base-2 maximum, this lane's part of the sum.
 template <typename I>
 struct Accumulator {
   float out[I::kAtoms][I::kWarpColumns / 8][4];
@@ -30,14 +30,13 @@ struct Accumulator {
   }
 };
 
-// The values belong to rows quad and quad + 8 of each block.
 template <typename I>
 using RowFactors = float[I::kAtoms][2];
 
 template <typename I>
 using Scores = float[I::kAtoms][I::kWarpKeys / 8][4];
 
-// Computes q.k for the warp's rows, from `row` of the tile on, and its keys, from `key` of the stage on.
+// Computes S = Q K^T for the warp's rows from `row` of the tile and keys from `key` of the stage.
 template <typename I>
 __device__ __forceinline__ void score_keys(Scores<I>& scores, uint32_t q, uint32_t k, uint32_t lane, uint32_t row,
                                            uint32_t key) {
@@ -77,7 +76,7 @@ __device__ __forceinline__ void score_keys(Scores<I>& scores, uint32_t q, uint32
   }
 }
 
-// Replaces q.k by cap * tanh(q.k * scale / cap); the factors are 1 afterwards.
+// Replaces q.k by cap * tanh(q.k * scale / cap). The factors become 1.
 template <typename I>
 __device__ __forceinline__ void cap_scores(float cap, Scores<I>& dots, RowFactors<I>& factors) {
 #pragma unroll
@@ -94,7 +93,6 @@ __device__ __forceinline__ void cap_scores(float cap, Scores<I>& dots, RowFactor
   }
 }
 
-// Keys that a row does not see get no weight, whatever their score is.
 template <int kTiles, int kWords>
 __device__ __forceinline__ void mask_scores(float (&scores)[kTiles][4], const VisibleKeys<kWords>& keys,
                                             uint32_t lane) {
@@ -114,7 +112,7 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kTiles][4], const Vi
   }
 }
 
-// Multiplies the scores of rows with large maxima by their scales, which are 1 afterwards.
+// Scales the scores of rows with large maxima; these scales become 1.
 template <typename I>
 __device__ __forceinline__ void round_scores(Scores<I>& scores, const Accumulator<I>& sums, RowFactors<I>& scales) {
 #pragma unroll
@@ -130,7 +128,7 @@ __device__ __forceinline__ void round_scores(Scores<I>& scores, const Accumulato
   }
 }
 
-// The largest score of row quad + 8 * half of block a.
+// Returns the largest score of row quad + 8 * half of block a.
 template <typename I>
 __device__ __forceinline__ float find_top(const Scores<I>& scores, int a, int half) {
   float top = -kInfinity;
@@ -150,10 +148,9 @@ __device__ __forceinline__ void find_tops(const Scores<I>& scores, RowFactors<I>
   }
 }
 
-// Turns scores, the largest of which top_of(a, half) gives, into weights 2^(score - maximum) under the new maximum.
-// Returns whether a maximum of the warp's rows has changed: then what was accumulated in `out` under the old ones must
-// be rescaled by `factors`. For e4m3, where weights are multiplied as half, `maximum` is a constant lower than the true
-// one: weights are 2^15 times as large, so that those which are small beside the largest do not vanish.
+// Online softmax: updates the maxima from top_of(a, half), turns scores into P = 2^(score - maximum), and sets the
+// `factors` that rescale `out`. Returns true if a maximum of the warp changed. e4m3: P is half; maxima lowered by 15
+// scale P by 2^15 against underflow.
 template <typename I, typename Top>
 __device__ __forceinline__ bool weigh(Scores<I>& scores, const Top& top_of, RowFactors<I>& scales, Accumulator<I>& sums,
                                       RowFactors<I>& factors) {
@@ -168,13 +165,13 @@ __device__ __forceinline__ bool weigh(Scores<I>& scores, const Top& top_of, RowF
       const float old = sums.maximum[a][half], scale = scales[a][half];
       top = top == -kInfinity ? old : fmaxf(old, kHeadroom == 0.0f ? top * scale : __fmaf_rn(top, scale, -kHeadroom));
       sums.maximum[a][half] = top;
-      // A row that has seen nothing yet: any finite number keeps -inf - maximum from being NaN.
+      // No visible key yet: a finite base keeps -inf - maximum from being NaN.
       factors[a][half] = ptx::ex2(old - (top == -kInfinity ? 0.0f : top));
       changed = changed || top != old;
       huge = huge || (fabsf(top) > 0x1p24f && top != -kInfinity);
     }
   }
-  // The rounding of such a maximum is so large that 2^(score - maximum) may overflow, unless scores are rounded too.
+  // Such a maximum's rounding could overflow 2^(score - maximum), unless the scores are rounded as well.
   if (__any_sync(kWholeWarp, huge)) round_scores<I>(scores, sums, scales);
 #pragma unroll
   for (int a = 0; a < I::kAtoms; ++a) {
@@ -191,20 +188,19 @@ __device__ __forceinline__ bool weigh(Scores<I>& scores, const Top& top_of, RowF
         }
       }
       sums.sum[a][half] = __fmaf_rn(sums.sum[a][half], factors[a][half], sum);
-      if (PAGEDTREE_WEIGHTS_FIRST) changed = changed || !(sum >= 0.0f);  // the vote needs all weights
+      if (PAGEDTREE_WEIGHTS_FIRST) changed = changed || !(sum >= 0.0f);  // the vote needs all of P
     }
   }
   return __any_sync(kWholeWarp, changed);
 }
 
-// With the warp's own largest scores: found one by one, as registers are scarce.
+// With the warp's own maxima, found one at a time to save registers.
 template <typename I>
 __device__ __forceinline__ bool weigh(Scores<I>& scores, RowFactors<I>& scales, Accumulator<I>& sums,
                                       RowFactors<I>& factors) {
   return weigh<I>(scores, [&](int a, int half) { return find_top<I>(scores, a, half); }, scales, sums, factors);
 }
 
-// With those of several warps.
 template <typename I>
 __device__ __forceinline__ bool weigh(Scores<I>& scores, const RowFactors<I>& tops, RowFactors<I>& scales,
                                       Accumulator<I>& sums, RowFactors<I>& factors) {
@@ -223,7 +219,7 @@ __device__ __forceinline__ void rescale(Accumulator<I>& sums, const RowFactors<I
   }
 }
 
-// The weights of 16 keys, from key 8 * tile of the stage on, as the left operand of a product.
+// Packs P of 16 keys from key 8 * tile as the left operand of P V.
 template <typename M, int kTiles>
 __device__ __forceinline__ void pack_weights(const float (&weights)[kTiles][4], uint32_t tile, uint32_t (&rows)[4]) {
 #pragma unroll
@@ -233,8 +229,7 @@ __device__ __forceinline__ void pack_weights(const float (&weights)[kTiles][4], 
   }
 }
 
-// V rows of keys that no row of the warp sees may hold anything. These masks, one per register of a fragment, clear
-// them.
+// Returns the mask of a V register: fully masked V rows may hold NaN, which P = 0 would not cancel.
 template <int kWords>
 __device__ __forceinline__ uint32_t kept_values(const uint32_t (&seen)[kWords], uint32_t lane, uint32_t key,
                                                 uint32_t i) {
@@ -242,7 +237,7 @@ __device__ __forceinline__ uint32_t kept_values(const uint32_t (&seen)[kWords], 
   return (bits & 1u ? 0x0000ffffu : 0u) | (bits & 2u ? 0xffff0000u : 0u);
 }
 
-// out += weights * V; with kMasked only for the keys in `seen`.
+// O += P V; with kMasked, over the keys in `seen` only.
 template <bool kMasked, typename I>
 __device__ __forceinline__ void add_values(const Scores<I>& weights, uint32_t v, uint32_t lane, uint32_t key,
                                            const uint32_t (&seen)[I::kWords], Accumulator<I>& sums) {
@@ -273,9 +268,8 @@ __device__ __forceinline__ void add_values(const Scores<I>& weights, uint32_t v,
   }
 }
 
-// Computes the warp's part of a stage whose first key is `first_key`; returns false if no row sees a key of it. Else it
-// calls `start_copies` once, between scores and softmax: before the scores, copies would delay the reads from shared
-// memory.
+// Processes the warp's part of a stage; returns false if fully masked. Calls `start_copies` between S and softmax:
+// earlier, the copies would delay reads of shared memory.
 template <bool kMasked, typename I, typename StartCopies>
 __device__ __forceinline__ bool attend_stage(const AttentionParams& p, Shared<I>& shared, Stage<I>& stage,
                                              uint32_t thread, int32_t first_key, float factor, Accumulator<I>& sums,
@@ -283,7 +277,7 @@ __device__ __forceinline__ bool attend_stage(const AttentionParams& p, Shared<I>
   const uint32_t warp = thread / 32, lane = thread % 32;
   const uint32_t row = warp % I::kShape.row_warps * I::kShape.warp_rows(),
                  key = warp / I::kShape.row_warps * I::kWarpKeys;
-  // The words are found twice, because they would take registers while the scores are computed.
+  // Computed twice: the words would occupy registers during Q K^T.
   const auto visible_to = [&](int a) {
     const Visibility mine = shared.views[row + a * 16 + own_row(lane)].expand(p, shared.walk.tile);
     return visible_keys<I::kWords>(mine, lane, first_key + static_cast<int32_t>(key));

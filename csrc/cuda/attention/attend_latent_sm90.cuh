@@ -1,19 +1,16 @@
-// Hopper: 64 rows against latent stages, whose rows are keys and, but for their last columns, values. Two groups of
-// four warps have the same rows. Each computes the scores of every other stage, they give each other their weights, and
-// each accumulates half of the columns over all stages: so every stage is read from memory once, and the output of 512
-// columns fits the registers (FlashMLA's division of the work, and its order within a pair of stages):
-//
-//   group 0: scores 0   weights 0  gives maxima | values 0           takes 1's weights, gives its own | values 1
-//   group 1: scores 1   takes maxima   weights 1, gives them with its maxima | values 1   takes 0's | values 0
-//
-// So one group's exponentials run beside the other's products, and maxima flow one way: group 1's are those of both.
+// Hopper, MLA: 64 rows against latent stages, which are keys and, without their last columns, values. Two groups of
+// four warps share the rows. Each computes S of alternate stages, exchanges P, and accumulates half of the columns over
+// all stages: each stage is read once, and 512 output columns fit in registers (FlashMLA's division and order).
+//   group 0: S0  P0           publish max             | O += P0 V0  acquire P1, publish P0 | O += P1 V1
+//   group 1: S1  acquire max  P1, publish P1 with max | O += P1 V1  acquire P0             | O += P0 V0
+// One group's exponentials overlap the other's products. Maxima flow one way: group 1's cover both stages.
 #pragma once
 
 #include "cuda/attention/attend_sm90.cuh"
 
 namespace pagedtree::cuda {
 
-// The multiplying side of a ring of latent stages.
+// Consumer of a ring of latent stages.
 template <typename I>
 class LatentConsumer : public ConsumerBase<I> {
   using Base = ConsumerBase<I>;
@@ -26,11 +23,10 @@ class LatentConsumer : public ConsumerBase<I> {
       : Base(params, call, maps, of_cta), group_(group_of_warp()) {}
   __device__ __forceinline__ void finish() {}
 
-  // The warp's first row in the tile, and its first column.
+  // The warp's first row and column.
   __device__ __forceinline__ uint32_t row() const { return ptx::thread_index() / 32 % 4 * 16; }
   __device__ __forceinline__ uint32_t column() const { return group_ * I::kWarpColumns; }
 
-  // Computes the warp's rows against the given KV tiles.
   __device__ __forceinline__ void attend(const GivenTile& given, Accumulator<I>& sums) {
     const RowTile& tile = given.tile;
     const KeyBounds& bounds = given.bounds;
@@ -39,18 +35,18 @@ class LatentConsumer : public ConsumerBase<I> {
     if (stages.first >= stages.end) return give_back();
     const auto is_plain = [&](int32_t stage) { return bounds.all_see(stage * I::kShape.keys, I::kShape.keys); };
     RowFactors<I> row_factors;
-    meet();  // the sums of the rows before are shared
+    meet();  // the previous rows' sums have been exchanged
     adjust_q(tile, row(), group_, shared_.q(0), meet, row_factors);
 
     Scores<I> scores;
     for (int32_t first = stages.first; first < stages.end; first += 2) {
       const bool has_second = first + 1 < stages.end;
-      // Where there is no second stage, its group computes scores of the first, which do not count.
+      // Without a second stage, group 1 recomputes the first one's S and masks it.
       const bool is_second = group_ == 1 && has_second;
       const int32_t own = first + is_second;
       const RingPlace mine = is_second ? next_place() : place_;
       const bool plain = is_plain(own);
-#pragma unroll 1  // all descriptors at once would take too many registers
+#pragma unroll 1  // limits the descriptors in registers
       for (int part = 0; part < 2; ++part) start_scores<I::kPartPanels>(scores, mine, part, plain);
       if (p_.head_dim == I::kHeadDim) start_scores<1>(scores, mine, 2, plain);
       ptx::wgmma_commit();
@@ -66,7 +62,7 @@ class LatentConsumer : public ConsumerBase<I> {
       bool changed = false;
       if (group_ == 1) {
         changed = take_maxima(kMaximaGiven, sums, raised);
-        release_scores(mine);  // those of the first group have ended, too
+        release_scores(mine);  // group 0's scores are complete as well
       }
       changed = weigh<I>(scores, tops, factors, sums, rescales) || changed;
       give_maxima(sums);
@@ -80,7 +76,7 @@ class LatentConsumer : public ConsumerBase<I> {
         for (uint32_t half = 0; half < 2; ++half) rescales[0][half] *= raised[0][half];
       }
       if (hides) take_weights(weights);
-      // The group's own weights with its stage's values, then the other's.
+      // Own P and stage first, then the other group's.
 #pragma unroll 1
       for (bool of_other = hides;; of_other = true) {
         const RingPlace at = (group_ == 0) == of_other ? next_place() : place_;
@@ -112,7 +108,7 @@ class LatentConsumer : public ConsumerBase<I> {
     return place;
   }
 
-  // Starts scores = Q K of a part, when it has arrived; the first part's begins them.
+  // Issues S (+)= Q K^T of a part once it has arrived.
   template <int kPanels>
   __device__ __forceinline__ void start_scores(Scores<I>& scores, const RingPlace& place, int part, bool plain) {
     constexpr uint32_t kPanel = I::kPanelStep / 16;
@@ -127,11 +123,11 @@ class LatentConsumer : public ConsumerBase<I> {
       ptx::wgmma_ss<typename I::M, I::kShape.keys>(scores[0], rows + at, keys + at, part > 0 || step > 0);
     }
   }
-  // From one lane, so that the compiler finds descriptors once per warp.
+  // Broadcast, for descriptors in uniform registers.
   __device__ __forceinline__ unsigned char* stage_of(const RingPlace& place) const {
     return shared_.stage(__shfl_sync(kWholeWarp, place.stage, 0));
   }
-  // The scores of a stage are computed, by both groups if there is no second one.
+  // Releases the key part of a stage: by both groups if there is no second stage.
   __device__ __forceinline__ void release_scores(const RingPlace& place) {
     __syncwarp();
     const uint32_t lane = ptx::thread_index() % 32;
@@ -154,8 +150,7 @@ class LatentConsumer : public ConsumerBase<I> {
       if (ptx::thread_index() % 4 == 0) of_row(group_, half) = sums.maximum[0][half];
     }
   }
-  // Raises maxima to those of the other group, when it has given them; the factors are what that makes of weights.
-  // Returns whether a maximum of the warp's rows has changed.
+  // Acquires the other group's maxima and the `factors` that rescale P and O. Returns true if one of the warp changed.
   __device__ __forceinline__ bool take_maxima(unsigned barrier, Accumulator<I>& sums, RowFactors<I>& factors) const {
     ptx::barrier_sync(barrier, I::kConsumers);
     bool changed = false;
@@ -170,8 +165,8 @@ class LatentConsumer : public ConsumerBase<I> {
     return __any_sync(kWholeWarp, changed);
   }
 
-  // Groups exchange weights through memory for one of them, in which each thread has a place, as the threads of both
-  // groups have the same fragments: the second group puts its weights there, the first takes them and puts its own.
+  // Groups exchange P through a buffer for one of them. Threads of both groups have the same fragments, so that each
+  // pair owns a slot: group 1 writes, group 0 reads and overwrites it.
   __device__ __forceinline__ void give_weights(const Scores<I>& scores) const {
     uint4* const to = shared_.weights() + ptx::thread_index() % 128;
 #pragma unroll
@@ -182,8 +177,7 @@ class LatentConsumer : public ConsumerBase<I> {
     }
     ptx::barrier_arrive(kWeightsGiven + 1 - group_, I::kConsumers);
   }
-  // Takes the other group's weights, and as the first group its maxima, under which it gives its own. Returns whether
-  // sums are to be rescaled.
+  // Acquires the other group's P; group 0 also its maxima, and publishes P under them. Returns true to rescale `out`.
   __device__ __forceinline__ bool exchange(Scores<I>& scores, WeightFragments<I>& others, Accumulator<I>& sums,
                                            RowFactors<I>& rescales) const {
     if (group_ == 1) {
@@ -200,7 +194,6 @@ class LatentConsumer : public ConsumerBase<I> {
     give_weights(scores);
     return changed;
   }
-  // The second group takes those of the first.
   __device__ __forceinline__ void take_weights(WeightFragments<I>& weights) const {
     ptx::barrier_sync(kWeightsGiven + 1, I::kConsumers);
     read_weights(weights);
@@ -217,7 +210,7 @@ class LatentConsumer : public ConsumerBase<I> {
     }
   }
 
-  // Each group has the weights of its own stages. Afterwards a row's first lane has their sum, the other lanes 0.
+  // Sums both groups: a row's first lane has the total, the other lanes 0.
   __device__ __forceinline__ void share_sums(Accumulator<I>& sums) const {
     const uint32_t lane = ptx::thread_index() % 32;
     float own[2];

@@ -1,4 +1,4 @@
-// Hopper: a warpgroup's 64 rows against the keys that the ring brings.
+// Hopper consumers: a warpgroup's 64 rows. S = Q K^T with both operands in shared memory; O += P V with P in registers.
 #pragma once
 
 #include "cuda/attention/attend.cuh"
@@ -6,9 +6,8 @@
 
 namespace pagedtree::cuda {
 
-// Makes the warp's rows of Q, `count` of them from `row` of the tile on, what wgmma multiplies: negated if `negate`, so
-// that scores are scaled by a positive number, and scaled to the type that is multiplied. Writes the factors of their
-// scores then: `factor` times what the rows are scaled by themselves.
+// Prepares `count` of this warp's Q rows in shared memory for wgmma, from `row`: negated for a negative scale, as score
+// factors are positive, and each scaled into the operand type's range. Writes the factors that undo it.
 template <typename I>
 __device__ __forceinline__ void adjust_q_rows(uint32_t row, uint32_t count, bool negate, float factor, unsigned char* q,
                                               Sm90Shared<I>& shared) {
@@ -48,12 +47,12 @@ __device__ __forceinline__ void adjust_q_rows(uint32_t row, uint32_t count, bool
   }
 }
 
-constexpr uint32_t kEightRows = 8 * 128, kQPanelBytes = 8 * kEightRows;  // in a panel of 64 columns
+constexpr uint32_t kEightRows = 8 * 128, kQPanelBytes = 8 * kEightRows;  // per panel of 64 columns
 
-// Starts scores = Q K.
+// Issues S = Q K^T.
 template <typename I>
 __device__ __forceinline__ void start_scores(Scores<I>& scores, const unsigned char* q, const unsigned char* k) {
-  // A descriptor counts 16 bytes from its lowest bit on, so a constant leads to the next columns.
+  // A descriptor counts units of 16 bytes in its low bits, so that adding a constant advances the columns.
   const uint64_t rows = ptx::matrix_descriptor(q, 16, kEightRows), keys = ptx::matrix_descriptor(k, 16, I::kEightKeys);
   ptx::wgmma_fence();
 #pragma unroll
@@ -68,7 +67,7 @@ __device__ __forceinline__ void start_scores(Scores<I>& scores, const unsigned c
 template <typename I>
 using WeightFragments = uint32_t[I::kShape.keys / 16][4];
 
-// Starts out += weights * V.
+// Issues O += P V.
 template <typename I>
 __device__ __forceinline__ void start_values(Accumulator<I>& sums, const WeightFragments<I>& weights,
                                              const unsigned char* v) {
@@ -82,11 +81,10 @@ __device__ __forceinline__ void start_values(Accumulator<I>& sums, const WeightF
   ptx::wgmma_commit();
 }
 
-// Which warpgroup a multiplying warp belongs to. From one lane, so that the compiler knows it to be the same for the
-// warp.
+// Returns the warpgroup, broadcast so that the compiler treats it as warp-uniform.
 __device__ __forceinline__ uint32_t group_of_warp() { return __shfl_sync(kWholeWarp, ptx::thread_index() / 128, 0); }
 
-// Two warpgroups take turns at starting products, so that the tensor cores work for one while the other weighs scores.
+// Ping-pong: two warpgroups alternate at issuing products, so that one's softmax overlaps the other's tensor cores.
 template <typename I>
 struct Turns {
   uint32_t group = I::kTwoGroups ? group_of_warp() : 0;
@@ -97,7 +95,7 @@ struct Turns {
   __device__ __forceinline__ void pass(bool both) const {
     if (I::kMTile > I::kGroupRows && both) ptx::barrier_arrive(kTurns + (1 - group), I::kConsumers);
   }
-  // The first group has the first turn; what is left at the end is its turn again.
+  // Group 0 has the first turn, and finally acquires the one that is left.
   __device__ __forceinline__ void begin() const {
     if (group == 1) pass(true);
   }
@@ -106,7 +104,6 @@ struct Turns {
   }
 };
 
-// What the multiplying sides of rings have in common.
 template <typename I>
 class ConsumerBase {
  public:
@@ -114,7 +111,7 @@ class ConsumerBase {
                                           Sm90Shared<I>& of_cta)
       : p_(params), call_(call), maps_(maps), shared_(of_cta) {}
 
-  // Waits for the next row tile, which stands until the one behind the next is given; null at the end of the range.
+  // Acquires the next work tile, or null at the end. It stays valid until the tile after the next is published.
   __device__ __forceinline__ const GivenTile* take() {
     trace<I>(shared_, kTileWanted);
     ptx::mbar_wait(&shared_.is_given[taken_ % I::kQs], taken_ / I::kQs % 2);
@@ -125,15 +122,13 @@ class ConsumerBase {
   }
 
  protected:
-  // Of the Q of the row tile that was taken last.
   __device__ __forceinline__ uint32_t place() const { return (taken_ - 1) % I::kQs; }
-  // The warp has used up Q and what was given of each row.
+  // Releases Q and the per-row data.
   __device__ __forceinline__ void give_back() const {
     __syncwarp();
     if (ptx::thread_index() % 32 == 0) ptx::mbar_arrive(&shared_.is_used[place()]);
   }
-  // Finds the factors of the scores of the warp's rows, from `row` on, and adjusts Q where it has to be. Groups that
-  // share the rows adjust half of them each.
+  // Computes the rows' score factors, and prepares Q if needed. Groups that share rows prepare half each.
   template <typename Meet>
   __device__ __forceinline__ void adjust_q(const RowTile& tile, uint32_t row, uint32_t sharer, unsigned char* q,
                                            const Meet& meet, RowFactors<I>& factors) const {
@@ -149,19 +144,18 @@ class ConsumerBase {
         for (uint32_t half = 0; half < 2; ++half) {
           factors[0][half] = shared_.of_rows[sharer][row + half * 8 + ptx::thread_index() % 32 / 4];
         }
-        __syncwarp();  // all have read them
+        __syncwarp();  // after all reads
       }
     } else {
-      ptx::fence_proxy_async();  // what cp.async has written
+      ptx::fence_proxy_async();  // makes cp.async's writes visible to wgmma
     }
   }
-  // Waits for a part of a stage; `plain`: all rows see its keys.
+  // Waits for a part of a stage; `plain`: unmasked.
   __device__ __forceinline__ void wait_for(const RingPlace& place, int part, bool plain) const {
     ptx::mbar_wait(&shared_.full[place.stage][part], place.parity);
-    // What cp.async has written: no producer could fence after its end. TMA needs no fence.
+    // cp.async: the producer cannot fence after its completion, so that readers must. TMA needs no fence.
     if (!I::kDecodes && !(plain && maps_.box > 0)) ptx::fence_proxy_async();
   }
-  // The warp has used up a part of the stage.
   __device__ __forceinline__ void release(int stage, int part = 0) {
     __syncwarp();
     if (ptx::thread_index() % 32 == 0) ptx::mbar_arrive(&shared_.empty[stage][part]);
@@ -172,10 +166,10 @@ class ConsumerBase {
   const CacheMaps& maps_;
   Sm90Shared<I>& shared_;
   RingPlace place_;
-  uint32_t taken_ = 0;  // how many row tiles
+  uint32_t taken_ = 0;  // number of row tiles
 };
 
-// The multiplying side of a ring of K and V apart.
+// Consumer of a ring of alternating K and V stages.
 template <typename I>
 class Consumer : public ConsumerBase<I> {
   using Base = ConsumerBase<I>;
@@ -190,11 +184,10 @@ class Consumer : public ConsumerBase<I> {
   }
   __device__ __forceinline__ void finish() { turns_.end(); }
 
-  // The warp's first row in the tile, and its first column.
   __device__ __forceinline__ uint32_t row() const { return ptx::thread_index() / 32 * 16; }
   __device__ __forceinline__ uint32_t column() const { return 0; }
 
-  // Computes the warp's rows against the given KV tiles. `sums` are undefined if the warp has no rows.
+  // Attends to the work tile's kv range. `sums` are undefined if the warp has no rows.
   __device__ __forceinline__ void attend(const GivenTile& given, Accumulator<I>& sums) {
     const RowTile& tile = given.tile;
     const KeyBounds& bounds = given.bounds;
@@ -210,7 +203,7 @@ class Consumer : public ConsumerBase<I> {
     }
     const bool both = tile.rows > I::kGroupRows;
     const TreeWindow window = shared_.given_rows[place()][row() + own_row(ptx::thread_index() % 32)];
-    // Found anew, where the compiler would keep all descriptors in registers.
+    // Recomputed, as the compiler would keep all descriptors in registers.
     const auto q = [&] {
       const uint32_t number = I::kQs > 1 ? __shfl_sync(kWholeWarp, place(), 0) : 0;
       return shared_.q(I::kTwoGroups && I::kHeadDim < 256 ? turns_.group : group_of_warp(), number);
@@ -224,7 +217,7 @@ class Consumer : public ConsumerBase<I> {
       RowFactors<I> factors = {{row_factors[0][0], row_factors[0][1]}};
       if (p_.softcap != 0.0f) cap_scores<I>(p_.softcap * kLog2E, scores, factors);
       if (!plain) {
-        const uint32_t reader = ptx::thread_index() % 32;  // again, instead of being kept in a register
+        const uint32_t reader = ptx::thread_index() % 32;  // recomputed to save a register
         VisibleKeys<I::kWords> keys =
             visible_keys<I::kWords>(tile.visibility(p_, row() + own_row(reader), window), reader, stage * kKvTile);
         if (stage + I::kTiles > stages.end) keys.hide_from(kKvTile);
@@ -243,9 +236,9 @@ class Consumer : public ConsumerBase<I> {
     int keys = next_stage(plain), values = 0;
     turns_.wait(both);
     start_scores<I>(scores, q(), shared_.stage(keys));
-    ptx::wgmma_commit();  // no values yet
+    ptx::wgmma_commit();  // an empty group in place of P V
     turns_.pass(both);
-    // The scores of the next keys are computed and weighed while the values of the ones before are multiplied.
+    // Pipelined: S of the next stage and its softmax overlap P V of this one.
     for (int32_t stage = stages.first;;) {
       ptx::wgmma_wait<I::kWeighsBesideValues ? 1 : 0>();
       if constexpr (!I::kWeighsBesideValues) ptx::wgmma_results(sums.out[0]);
@@ -260,7 +253,7 @@ class Consumer : public ConsumerBase<I> {
         ptx::wgmma_wait<0>();
         ptx::wgmma_results(sums.out[0]);
       };
-      // With weights first, each branch waits, so that ptxas does not wait before it computes the weights.
+      // A wait per branch keeps ptxas from moving it before the softmax.
       if (PAGEDTREE_WEIGHTS_FIRST && changed) {
         end_values();
         rescale<I>(sums, rescales);
@@ -292,15 +285,14 @@ class Consumer : public ConsumerBase<I> {
   }
 
  private:
-  // Waits for the next stage; `plain`: all rows see its keys.
   __device__ __forceinline__ int next_stage(bool plain) {
     wait_for(place_, 0, plain);
-    // From one lane, so that the compiler finds descriptors once per warp.
+    // Broadcast, for descriptors in uniform registers.
     const int stage = __shfl_sync(kWholeWarp, place_.stage, 0);
     place_.advance(call_.stages);
     return stage;
   }
-  // The other warpgroup has all rows.
+  // Releases all stages: the other warpgroup has all rows.
   __device__ __forceinline__ void skip(const StageRange& stages) {
 #pragma unroll 1
     for (int32_t left = 2 * ceil_div(stages.end - stages.first, I::kTiles); left > 0; --left) {
@@ -313,7 +305,6 @@ class Consumer : public ConsumerBase<I> {
   Turns<I> turns_;
 };
 
-// The place of a row's result that another lane has found.
 template <typename Row>
 __device__ __forceinline__ Row row_of_lane(Row row, uint32_t lane) {
   const auto to = __shfl_sync(kWholeWarp, reinterpret_cast<uintptr_t>(row.to), static_cast<int>(lane));
@@ -322,8 +313,7 @@ __device__ __forceinline__ Row row_of_lane(Row row, uint32_t lane) {
   return row;
 }
 
-// Whether some of the warp's results may be poisoned (see join()), with the sums of a lane's rows. All rows are, as
-// they share the stages, so that one row of each lane shows it.
+// True if results may be poisoned (see join()). All rows share the stages, hence one row per lane suffices.
 template <typename I>
 __device__ __forceinline__ bool is_poisoned(const Accumulator<I>& sums, const float (&totals)[2]) {
   float even = 0.0f, odd = 0.0f;
@@ -335,8 +325,7 @@ __device__ __forceinline__ bool is_poisoned(const Accumulator<I>& sums, const fl
   return even + odd != 0.0f && (totals[0] == totals[0] || totals[1] == totals[1]);
 }
 
-// Stores those of the warp's rows, from `first_row` of the tile on, that are in `rows`, and their columns from
-// `first_column` on. Of 16-bit outputs lanes exchange pairs of columns, so that each stores four neighbours.
+// Epilogue: stores the warp's rows in `rows`. For 16-bit outputs lanes exchange pairs: each stores four neighbours.
 template <typename I, typename Target>
 __device__ __forceinline__ void store_rows(const Accumulator<I>& sums, const float (&totals)[2], uint32_t first_row,
                                            uint32_t first_column, const RowSpan& rows, const Target& target) {

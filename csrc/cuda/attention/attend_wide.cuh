@@ -1,8 +1,6 @@
-// Wide values: one stage of keys against all rows of the tile.
-//
-// Four warps share the products q.k by keys (two halves) and by depth (two halves), so that K is read from shared
-// memory once; each then gives half of what it has to the partner with the other depth, and owns the scores of 8 keys.
-// The products with V they share by its columns: for them each needs all weights, which go through shared memory.
+// Wide values (MLA on mma.sync): one stage of keys against all rows of the tile. Q K^T is divided among four warps by
+// halves of keys and of depth, so that K is read from shared memory once; partners add their sums, and each warp owns 8
+// keys. P V is divided by columns, with P in shared memory.
 #pragma once
 
 #include "cuda/attention/attend.cuh"
@@ -10,8 +8,7 @@
 
 namespace pagedtree::cuda {
 
-// The scores of a warp's 8 keys, the warp's number in the stage times 8. All threads come with the stage in place; the
-// partners meet once.
+// Computes S for 8 keys per warp. The stage is in place; partners synchronize once.
 template <typename I>
 __device__ __forceinline__ void score_wide_keys(const AttentionParams& p, Shared<I>& shared, uint32_t k,
                                                 Scores<I>& scores) {
@@ -19,7 +16,7 @@ __device__ __forceinline__ void score_wide_keys(const AttentionParams& p, Shared
   const uint32_t thread = ptx::thread_index(), lane = thread % 32, warp = thread / 32;
   const uint32_t keys = warp / 2 * 16, half = warp % 2, depth = half * 32;  // of each 64 columns
   const uint32_t q = ptx::smem_addr(shared.q);
-  // [step of 16 columns]: two sums, as each waits for its last product.
+  // [step]: two sums, as an mma waits for the last one into its sum.
   float dots[2][I::kAtoms][2][4] = {};
 #pragma unroll
   for (uint32_t column = 0; column < I::kHeadDim; column += 64) {
@@ -60,8 +57,7 @@ __device__ __forceinline__ void score_wide_keys(const AttentionParams& p, Shared
   }
 }
 
-// Turns the scores into weights in shared memory. All threads meet once inside; they must meet before the weights are
-// read. Returns as weigh().
+// Softmax with P in shared memory; returns true if a maximum changed. Callers synchronize before they read P.
 template <typename I>
 __device__ __forceinline__ bool weigh_wide_keys(const AttentionParams& p, Shared<I>& shared, int32_t first_key,
                                                 float factor, Scores<I>& scores, Accumulator<I>& sums,
@@ -120,7 +116,7 @@ __device__ __forceinline__ bool weigh_wide_keys(const AttentionParams& p, Shared
   return changed;
 }
 
-// out += weights * V for the warp's columns.
+// O += P V for the warp's columns.
 template <typename I>
 __device__ __forceinline__ void add_wide_values(Shared<I>& shared, uint32_t v, Accumulator<I>& sums) {
   using M = typename I::M;

@@ -1,4 +1,4 @@
-// tree_attention on CUDA: one launch for each list of sequences, or one of the plain kernel.
+// tree_attention on CUDA: one launch per list of sequences, or one of the plain kernel.
 #include <stdexcept>
 #include <string>
 
@@ -13,7 +13,7 @@
 namespace pagedtree::cuda {
 namespace {
 
-constexpr int64_t kAlignment = 16;  // of pieces
+constexpr int64_t kAlignment = 16;  // of partial results
 
 int64_t aligned(int64_t bytes) { return ceil_div(bytes, kAlignment) * kAlignment; }
 
@@ -26,7 +26,7 @@ bool is_aligned(const void* rows, int64_t token_stride, int64_t head_stride) {
   return reinterpret_cast<uintptr_t>(rows) % 16 == 0 && token_stride % 8 == 0 && head_stride % 8 == 0;
 }
 
-// What finds a tile's launcher: for q in bfloat16 and in half, each with a cache of q's type and of fp8.
+// Lookup functions [q: bf16, fp16][cache: q's type, fp8].
 using Finders = AttentionLauncher (*[2][2])(const TileShape&);
 constexpr Finders kMmaSync = {{bfloat16_attention, bfloat16_float8_attention}, {half_attention, half_float8_attention}};
 #if defined(PAGEDTREE_HAS_SM90A)
@@ -41,21 +41,20 @@ AttentionLauncher launcher_of(const TreeAttentionParams& p, const TileShape& til
   return finders[p.q_dtype == DType::kFloat16][p.kv_dtype == DType::kFloat8E4M3](tile);
 }
 
-// The params with the engine that runs.
 template <typename Params>
 Params with_engine(Params p, const DeviceLimits& limits) {
   p.engine = resolved_engine(p.engine, limits);
   return p;
 }
 
-// Nobody gets another engine than the one that was asked for.
+// An explicit engine never falls back.
 void check_engine(MatrixEngine engine, const DeviceLimits& limits) {
   if (engine != MatrixEngine::kWgmma) return;
   const std::string needs = wgmma_needs(limits);
   if (!needs.empty()) throw std::runtime_error("PAGEDTREE_ENGINE=wgmma needs " + needs);
 }
 
-// The number of threads for `count` items: whole warps, at most kScheduleThreads.
+// Returns whole warps for `count` items, at most kScheduleThreads.
 unsigned schedule_threads(int64_t count) {
   return static_cast<unsigned>(clamp_to<int64_t>(ceil_div<int64_t>(count, 32) * 32, 32, kScheduleThreads));
 }

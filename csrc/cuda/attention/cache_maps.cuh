@@ -1,4 +1,4 @@
-// Hopper: how TMA reads the caches.
+// Hopper: TMA tensor maps of the caches.
 #pragma once
 
 #include "cuda/attention/row_tile.cuh"
@@ -7,13 +7,12 @@
 
 namespace pagedtree::cuda {
 
-// The caches as TMA reads them: 64 columns, 8 slots, panels of 64 columns, groups of 8 slots, pages. Heads are counted
-// with panels if a slot's heads are neighbours, else with pages. A box has all panels of a stage's group and `box`
-// neighbouring slots of a page.
+// Dimensions: 64 columns, 8 slots, panels of 64 columns, groups of 8 slots, pages. Heads are panels if a slot's heads
+// are neighbours, else pages. A box has all panels of a stage's group and `box` slots of a page.
 struct CacheMaps {
   ptx::TensorMap k, v;
-  int box;  // 0: no maps, pages or strides are not such that TMA could read them, or the driver refuses
-  int32_t head_panels, page_heads, head_pages;  // from a head or page to the next, in panels and pages of the map
+  int box;                                      // slots; 0: TMA cannot read the caches
+  int32_t head_panels, page_heads, head_pages;  // steps between heads or pages, in panels and pages of the map
 
   template <typename I>
   static CacheMaps of(const AttentionParams& p) {
@@ -22,7 +21,7 @@ struct CacheMaps {
     const int64_t page_heads = by_panels ? 1 : heads_of_page(p, p.k_cache);
     if (I::kDecodes || !fits(p, p.k_cache, page_heads) || !fits(p, p.v_cache, page_heads)) return maps;
     if (!by_panels && heads_of_page(p, p.v_cache) != page_heads) return maps;
-    int box = kKvTile;  // a stage may begin with any KV tile
+    int box = kKvTile;  // a stage may begin at any KV tile
     while (box >= kEightSlots && p.table.page_size % box != 0) box /= 2;
     if (box < PAGEDTREE_LEAST_BOX) return maps;
     const std::optional<ptx::TensorMap> k = map_of<I>(p, p.k_cache, box, by_panels, page_heads);
@@ -32,20 +31,19 @@ struct CacheMaps {
   }
 
  private:
-  static constexpr int kEightSlots = 8;  // of 128 bytes: after these the pattern of the swizzle begins anew
+  static constexpr int kEightSlots = 8;  // period of the 128-byte swizzle
 
   static bool has_neighbours(const AttentionParams& p, const PagedCache& cache) {
     return p.num_kv_heads == 1 || cache.head_stride == p.head_dim;
   }
-  // How many heads' strides lead from a page to the next; 0 if no number from the number of heads on does.
+  // Returns the page stride in heads, or 0 if it is no such multiple.
   static int64_t heads_of_page(const AttentionParams& p, const PagedCache& cache) {
     if (p.num_pages == 1) return p.num_kv_heads;
     const bool divides = cache.head_stride > 0 && cache.page_stride % cache.head_stride == 0;
     const int64_t heads = divides ? cache.page_stride / cache.head_stride : 0;
     return heads >= p.num_kv_heads ? heads : 0;
   }
-  // TMA wants strides that are multiples of 16 bytes below 2^40, and sizes of 32 bits; the stride of a size of 1 is
-  // never used.
+  // TMA's limits: strides are multiples of 16 bytes below 2^40, sizes 32 bits. A size of 1 needs no stride.
   static int64_t stride_bytes(int64_t size, int64_t stride) { return size == 1 ? 16 : stride * 2; }
   static bool fits(const AttentionParams& p, const PagedCache& cache, int64_t page_heads) {
     const auto is_stride = [](int64_t bytes) { return bytes > 0 && bytes % 16 == 0 && bytes < int64_t{1} << 36; };

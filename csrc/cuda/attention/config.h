@@ -1,5 +1,4 @@
-// The tiles of the CUDA kernels: each row of kTileShapes is one instance of a kernel, and the host chooses the row.
-// Nothing in this file needs CUDA.
+// Tile configurations: each row of kTileShapes is one kernel instance. The host chooses; nothing here needs CUDA.
 #pragma once
 
 #include "core/head_dims.h"
@@ -9,65 +8,57 @@
 namespace pagedtree::cuda {
 
 constexpr int kMaxStages = 4, kMaxWgmmaStages = 8;
-constexpr int kLeastTileColumns = 64;  // narrower heads have the plan of this size, which their kernel does not read
-constexpr int kWgmmaSharedBytes = 227 << 10;  // that a CTA may ask for on Hopper
+constexpr int kLeastTileColumns = 64;         // narrower heads get this size's plan, which their kernel ignores
+constexpr int kWgmmaSharedBytes = 227 << 10;  // limit per CTA on Hopper
 
-// The shape of a CTA's work: m_tile rows r = token * group_size + head against stages of `keys` keys. Warps form a grid
-// of row_warps x key_warps. With few rows the warps share the keys of a stage, each with its own softmax state, joined
-// once at the end; with many rows each warp has 16 or 32 rows of its own. Wide values (kernel_wide.cuh) are shared out
-// among column_warps: each has the output of all rows for its columns of V.
-//
-// The kernel for mma.sync (kernel.cuh) has K and V of the same keys in a stage. The one for wgmma (kernel_sm90.cuh) has
-// K or V in a stage, as 16-bit numbers whatever the cache holds, and a group of warps that only fills stages. With wide
-// values a stage is K or V, too, and in a latent cache both.
+// A CTA's work: m_tile rows r = token * group_size + head against stages of `keys` keys, by row_warps x key_warps
+// warps. With few rows, warps share a stage's keys, each with a softmax state, merged at the end; with many, each has
+// 16 or 32 rows. Wide values (kernel_wide.cuh) are divided among column_warps. A stage of mma.sync (kernel.cuh) has K
+// and V of the same keys. A stage of wgmma (kernel_sm90.cuh, in 16 bits, filled by producer warps) or of wide values
+// has K or V, or both in a latent cache.
 struct TileShape {
-  int head_dim;    // columns of Q and K
+  int head_dim;    // of Q and K
   int head_dim_v;  // of V
   int m_tile;
   int row_warps;
   int key_warps;
   int keys;
   MatrixEngine engine = MatrixEngine::kMmaSync;
-  int column_warps = 1;  // warps of the same rows that share the columns of V
+  int column_warps = 1;  // warps with the same rows and separate columns of V
 
   constexpr bool is_wgmma() const { return engine == MatrixEngine::kWgmma; }
   constexpr bool is_wide() const { return !is_wgmma() && column_warps > 1; }
-  // V is not read apart from K.
+  // True if V is part of K's stages.
   constexpr bool is_latent() const { return is_wgmma() && column_warps > 1; }
-  // Wide tiles and those of latent rows have room for K of 576 columns, and take 512, too.
+  // True for these head sizes. Wide and latent tiles of 576 columns also accept 512.
   constexpr bool takes(int columns, int columns_v, bool latent) const {
     const bool fits = columns == head_dim || (column_warps > 1 && columns == head_dim_v);
     return columns_v == head_dim_v && fits && (latent || !is_latent());
   }
-  constexpr int warps() const { return row_warps * key_warps * column_warps; }  // that multiply
+  constexpr int warps() const { return row_warps * key_warps * column_warps; }  // without producers
   constexpr int producer_warps() const { return is_wgmma() ? 4 : 0; }
   constexpr int threads() const { return (warps() + producer_warps()) * 32; }
   constexpr int warp_rows() const { return m_tile / row_warps; }
-  // Keys of a stage whose scores a warp weighs. Of latent stages, groups of warps weigh one each.
+  // Returns the keys per stage and warp for softmax. Groups of warps alternate over latent stages.
   constexpr int warp_keys() const { return keys / (is_latent() ? key_warps : key_warps * column_warps); }
-  // The most CTAs that the registers of an SM allow; with wgmma and 256 columns its shared memory. With few rows and
-  // columns a stage is a chain of steps that fills no unit, and more CTAs hide it.
+  // Returns the CTAs per SM that registers, or with 256 columns shared memory, allow. Small tiles are latency-bound.
   constexpr int max_ctas() const {
     if (is_wgmma()) return m_tile == 64 && head_dim < 256 ? 2 : 1;
     if (threads() > 128) return 1;
     return m_tile > 32 || head_dim > 96 ? 2 : head_dim == 64 ? 4 : 3;
   }
 
-  // Bytes of shared memory: Q, one stage, with mma.sync with the addresses of its rows, the header, the output of
-  // mma.sync in fp32.
   constexpr int q_bytes() const { return m_tile * head_dim * 2; }
-  // Qs in shared memory: with many rows row tiles follow each other, and a second one arrives during the first.
+  // Returns the Q buffers: with many rows, the next tile's Q arrives during this one.
   constexpr int num_qs() const { return is_wgmma() && m_tile > 64 && head_dim < 256 ? 2 : 1; }
-  // Bytes of the weights that groups of warps give each other.
+  // Returns the bytes for P, exchanged between groups of warps.
   constexpr int weight_bytes() const { return is_latent() ? m_tile * keys * 2 : 0; }
   constexpr int stage_bytes(int kv_bytes) const {
     if (is_wide()) return keys * head_dim * kv_bytes;
     return is_wgmma() ? keys * head_dim * 2 : keys * ((head_dim + head_dim_v) * kv_bytes + 16);
   }
-  // The bytes before Q, which begins at a multiple of 128, or 1024 with wgmma. mma.sync: the range, then either the
-  // states of all rows, or the bounds of each warp, the row tile and what each row sees. wgmma: the range, row tiles
-  // and what each row sees, barriers, the addresses of the rows of two stages. Wide values: the row tile, the maxima of
-  // a stage, and one number for each score. The kernels check that they suffice.
+  // Returns the bytes before Q, which is aligned to 128 (wgmma: 1024): iterators, work tiles, and by engine states,
+  // bounds, views, windows, barriers, row addresses, maxima, or scores. The kernels assert the size.
   constexpr int header_bytes() const {
     if (is_wgmma()) return is_latent() ? 3072 : keys > kKvTile ? 9216 : m_tile > 64 ? 5120 : 4096;
     if (is_wide()) return 1024 + m_tile * keys * 4;
@@ -78,14 +69,13 @@ struct TileShape {
   constexpr int shared_bytes(int kv_bytes, int stages) const {
     return header_bytes() + num_qs() * q_bytes() + weight_bytes() + stages * stage_bytes(kv_bytes);
   }
-  // The output takes the place of Q and the stages when they are used up. With wgmma the next K arrives while the
-  // stages of one K and one V are multiplied; e4m3 arrives two stages before it is decoded.
+  // The output reuses Q and stages. wgmma uses a K and a V while the next K arrives; e4m3 arrives two stages ahead.
   constexpr int min_stages(int kv_bytes) const {
     if (is_wgmma()) return is_latent() ? 2 : kv_bytes == 1 ? 4 : 3;
     const int stages = ceil_div(out_bytes() - q_bytes(), stage_bytes(kv_bytes));
     return stages < 2 ? 2 : stages;
   }
-  // Where the CTAs of up to `pieces` pieces of a row tile join these, each its part of the columns.
+  // Returns the bytes to merge up to `pieces` partial results, each CTA a part of the columns.
   constexpr int join_bytes(int pieces) const {
     const int fours = m_tile * head_dim_v / 4;
     return header_bytes() + 16 * max_of(fours + 3 * min_of(pieces, fours) + m_tile, 2 * pieces);
@@ -109,37 +99,35 @@ constexpr TileShape kTileShapes[] = {
     {128, 128, 32, 1, 4, 64},
     {128, 128, 64, 2, 2, 64},
     {128, 128, 128, 4, 1, 32},
-    // The output of 16 rows fills half of the registers: 16 rows per warp, and stages of half a KV tile.
+    // 16 rows of output fill half of the registers, hence 16 rows per warp and stages of half a KV tile.
     {192, 192, 32, 2, 2, 32},
     {192, 192, 64, 4, 1, 32},
     {192, 128, 32, 2, 2, 32},
     {192, 128, 128, 4, 1, 32},
     {256, 256, 32, 2, 2, 32},
     {256, 256, 64, 4, 1, 32},
-    // The output of 32 rows fills half of the registers if each warp has a quarter of its columns.
+    // 32 rows of output fill half of the registers, with a quarter of the columns per warp.
     {576, 512, 16, 1, 1, 32, MatrixEngine::kMmaSync, 4},
     {576, 512, 32, 1, 1, 32, MatrixEngine::kMmaSync, 4},
-    // Four warps multiply together, 64 rows at a time: fewer rows would leave most of each instruction unused. Stages
-    // of 128 keys halve what a stage costs once; their scores fill half of what registers the output leaves.
+    // A wgmma has 64 rows; smaller tiles would waste it. Stages of 128 keys halve the cost per stage; their scores take
+    // half of the registers that the output leaves.
     {64, 64, 64, 4, 1, 64, MatrixEngine::kWgmma},
     {64, 64, 128, 8, 1, 128, MatrixEngine::kWgmma},
     {128, 128, 64, 4, 1, 64, MatrixEngine::kWgmma},
     {128, 128, 128, 8, 1, 128, MatrixEngine::kWgmma},
     {256, 256, 64, 4, 1, 64, MatrixEngine::kWgmma},
     {256, 256, 128, 8, 1, 64, MatrixEngine::kWgmma},
-    // Latent rows of 512 or 576 columns: two groups of four warps share the columns of V, which is part of K.
+    // Latent rows of 512 or 576 columns: two warpgroups share the columns of V, which is part of K.
     {576, 512, 64, 4, 1, 64, MatrixEngine::kWgmma, 2},
 };
 
-// How an instance of the kernel runs on a device.
 struct Residency {
   int ctas;  // per SM
   int stages;
   int shared_bytes;
 };
 
-// As many CTAs per SM as fit with the least number of stages, then as many stages as fit. An SM has 1 KB more shared
-// memory than a CTA may use, and takes 1 KB for each CTA.
+// Returns the most CTAs per SM, then the most stages. An SM has 1 KB more than a CTA may use, less 1 KB per CTA.
 constexpr Residency residency(const TileShape& shape, int kv_bytes, int max_shared_bytes) {
   for (int ctas = shape.max_ctas(); ctas >= 1; --ctas) {
     const int budget = (max_shared_bytes + 1024) / ctas - 1024;
@@ -151,9 +139,8 @@ constexpr Residency residency(const TileShape& shape, int kv_bytes, int max_shar
   return {};
 }
 
-// The smallest tile that holds `rows` rows, or the head sizes' largest if none does; of two that are as large, that of
-// the engine. Only tiles count whose shared memory a CTA may have, with a cache of 16 bits, whatever the call's: a plan
-// does not know it.
+// Returns the smallest tile of at least `rows` rows, or the largest; ties go to the engine. It must fit with a 16-bit
+// cache: a plan does not know the type.
 constexpr TileShape choose_tile(MatrixEngine engine, int head_dim, int head_dim_v, bool latent, int64_t rows,
                                 int max_shared_bytes) {
   TileShape chosen{};
@@ -175,14 +162,12 @@ constexpr TileShape tile_shape(MatrixEngine engine, int head_dim, int head_dim_v
   return {};
 }
 
-// A list of sequences and its tile: one launch of the kernel.
 struct ListTile {
   WorkList list;
   TileShape tile;
 };
 
-// The tile for the sequences of a list; `p` is a TreeAttentionParams or AttentionPlanParams. Its max_seqlen_q is a hint
-// to the host, but with segments a sequence's tile depends on its list alone.
+// Returns a list's tile. max_seqlen_q is the host's hint; with segments, the tile depends on the list alone.
 template <typename Params>
 constexpr ListTile list_tile(const Params& p, WorkList list, int max_shared_bytes) {
   const int64_t all_rows = min_of<int64_t>(p.segment > 0 ? INT32_MAX : p.max_seqlen_q, INT32_MAX) * p.group_size;
@@ -190,7 +175,6 @@ constexpr ListTile list_tile(const Params& p, WorkList list, int max_shared_byte
   return {list, choose_tile(p.engine, p.head_dim, p.head_dim_v, p.latent, rows, max_shared_bytes)};
 }
 
-// The lists of a call in the order of their launches.
 struct ListTiles {
   ListTile items[2];
   int count;
@@ -199,8 +183,7 @@ struct ListTiles {
   constexpr const ListTile* end() const { return items + count; }
 };
 
-// There are two lists if the host's integers show that the longest sequences have many rows and that others are
-// shorter.
+// Returns two lists if, for all the host knows, the longest sequences have many rows and others are shorter.
 template <typename Params>
 constexpr ListTiles lists_of(const Params& p, int max_shared_bytes) {
   const int64_t longest = p.segment > 0 ? p.num_tokens : min_of(p.max_seqlen_q, p.num_tokens);
@@ -212,10 +195,9 @@ constexpr ListTiles lists_of(const Params& p, int max_shared_bytes) {
   return {{tile_of(WorkList::kSmall), tile_of(WorkList::kLarge)}, 2};
 }
 
-// Ranges of work on a device: at most one for each CTA that the device can hold with a cache of 16 bits, as a plan does
-// not know the cache's type, and equally many on each SM. They may be short: a CTA alone on an SM waits for its keys,
-// which costs more than joining more pieces. Where two cuts fall on the begin of one row tile, the range between them
-// is empty. Where the device has a CTA for each KV tile, it gets one, if pieces are small: more are joined then.
+// Returns the limits of a plan's kv ranges: at most one per CTA resident with a 16-bit cache, equally many per SM.
+// Short ranges pay off: a CTA alone on an SM waits for its keys, which costs more than merging. Small tiles get a CTA
+// per KV tile if there are enough.
 constexpr int kMinPieceTiles = PAGEDTREE_MIN_PIECE_TILES;
 constexpr RangeLimits range_limits(const TileShape& shape, int num_sms, int max_shared_bytes) {
   constexpr int kMinRangeCost = PAGEDTREE_MIN_RANGE_COST, kHeldTiles = PAGEDTREE_HELD_TILES;
@@ -229,7 +211,7 @@ constexpr RangeLimits range_limits(const TileShape& shape, int num_sms, int max_
           shape.m_tile <= PAGEDTREE_ROOM_ROWS ? most : 0};
 }
 
-// Whether the engine has a tile for each pair of head sizes that it has a row for, with caches of 8 and of 16 bits.
+// True if the engine has a tile for each of its pairs of head sizes, with 8-bit and 16-bit caches.
 constexpr bool every_pair_fits(MatrixEngine engine, int max_shared_bytes) {
   for (const TileShape& shape : kTileShapes) {
     if (shape.engine != engine) continue;
@@ -237,7 +219,7 @@ constexpr bool every_pair_fits(MatrixEngine engine, int max_shared_bytes) {
         choose_tile(engine, shape.head_dim, shape.head_dim_v, true, shape.m_tile, max_shared_bytes);
     const auto fits = [&](int kv_bytes) { return residency(chosen, kv_bytes, max_shared_bytes).ctas > 0; };
     if (chosen.engine != engine || chosen.m_tile == 0 || !fits(1) || !fits(2)) return false;
-    // All tiles but the larger one for wide values.
+    // except for the larger wide tile
     if (chosen.m_tile != shape.m_tile && !shape.is_wide()) return false;
   }
   return true;
@@ -251,7 +233,7 @@ constexpr bool every_head_has_a_tile() {
 }
 static_assert(every_head_has_a_tile(), "kTileShapes lacks a size of core/head_dims.h");
 static_assert(every_pair_fits(MatrixEngine::kWgmma, kWgmmaSharedBytes));
-// There two CTAs of the larger wide tile share an SM, and what they copy hides what they compute.
+// Two CTAs of the larger wide tile per SM overlap copies and computation.
 static_assert(residency(tile_shape(MatrixEngine::kMmaSync, 576, 512, 32), 2, kWgmmaSharedBytes).ctas == 2);
 
 }  // namespace pagedtree::cuda

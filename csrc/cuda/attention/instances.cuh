@@ -1,4 +1,4 @@
-// Finds an instance, for the files that compile them.
+// Looks up an instance, for the files that compile them.
 #pragma once
 
 #include <iterator>
@@ -8,8 +8,7 @@
 
 namespace pagedtree::cuda {
 
-// The launcher of a tile shape; `make<head_dim, m_tile, head_dim_v>()` gives it, and is instantiated for each shape of
-// the engine.
+// Returns a tile shape's launcher; `make<head_dim, m_tile, head_dim_v>()` is instantiated for all of the engine.
 template <MatrixEngine kEngine, typename Make, size_t... i>
 AttentionLauncher find_launcher(const TileShape& shape, const Make& make, std::index_sequence<i...>) {
   AttentionLauncher found = nullptr;

@@ -1,5 +1,4 @@
-// The instances of the attention kernels, each compiled in the file of its types: <q>_<kv>.cu, and for wgmma
-// <q>_<kv>_sm90.cu, which a build has that is for 9.0a.
+// Instances of the attention kernels: <q>_<kv>.cu, and <q>_<kv>_sm90.cu for wgmma in builds for 9.0a.
 #pragma once
 
 #include "cuda/attention/call.h"
@@ -9,7 +8,6 @@ namespace pagedtree::cuda {
 using AttentionLauncher = void (*)(const AttentionParams& params, const CallShape& call, unsigned grid,
                                    int shared_bytes, void* stream);
 
-// The launcher of a tile shape.
 AttentionLauncher half_attention(const TileShape& shape);
 AttentionLauncher half_float8_attention(const TileShape& shape);
 AttentionLauncher bfloat16_attention(const TileShape& shape);

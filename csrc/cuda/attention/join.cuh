@@ -1,27 +1,26 @@
-// How CTAs join the pieces of a row tile that cuts cross. A CTA whose pieces are stored waits a moment for those of
-// other CTAs, which need not run at the same time. When all have arrived, those that wait take parts of the row tile's
-// columns and join these over all pieces, until no part is left. The last CTA to arrive does not wait, so somebody
-// takes them. Sums are in the order of the pieces, whoever takes a part.
+// Split-KV merge of row tiles that several CTAs share. A CTA whose partial results are stored polls briefly for the
+// others, which need not be resident. Once all have arrived, polling CTAs claim parts of the columns and merge them
+// over all partial results. The last one to arrive never polls, so every part is claimed. The order of sums is fixed.
 #pragma once
 
 #include "cuda/attention/output.cuh"
 
 namespace pagedtree::cuda {
 
-constexpr int kLooks = 64;  // at a ticket while waiting, of about 0.7 us each
+constexpr int kLooks = 64;  // polls of a ticket, about 0.7 us each
 
-// Two tickets of a row tile: the CTAs that have arrived; the parts taken and, in the upper half, the CTAs that went
-// without. Each CTA goes, or takes a part that is not there, so the last of these is known and puts both back to 0.
+// Two tickets per row tile: CTAs that have arrived; parts claimed and, in the upper half, CTAs that left. Each CTA
+// either leaves or finally claims a part that does not exist. So the last one is known, and resets both.
 struct Tickets {
   unsigned *arrived, *taken;
-  uint32_t count;  // of pieces, and of parts
+  uint32_t count;  // of partial results, and of parts
 
   __device__ __forceinline__ Tickets(const Pieces& pieces, const PieceOrder& order, int32_t sharers)
       : arrived(pieces.ticket(order.first, true)),
         taken(pieces.ticket(order.first + sharers, false)),
         count(static_cast<uint32_t>(order.count)) {}
 
-  // Returns whether all are there.
+  // Returns true for the last arrival.
   __device__ __forceinline__ bool arrive() const { return ptx::fetch_add(arrived, 1) + 1 == count; }
   __device__ __forceinline__ bool wait() const {
 #pragma unroll 1
@@ -30,10 +29,9 @@ struct Tickets {
     }
     return false;
   }
-  // What it returns arrives later; noted() takes it.
+  // Asynchronous: noted() consumes the result.
   __device__ __forceinline__ uint32_t take() const { return atomicAdd(taken, 1u); }
   __device__ __forceinline__ void go() const { noted(atomicAdd(taken, kUpper)); }
-  // Returns the part.
   __device__ __forceinline__ uint16_t noted(uint32_t before) const {
     if (before % kUpper + before / kUpper + 1 == 2 * count) *arrived = *taken = 0;
     return static_cast<uint16_t>(before);
@@ -43,20 +41,19 @@ struct Tickets {
   static constexpr uint32_t kUpper = 1u << 16;
 };
 
-// Joins part `part` of a row tile to the output: neighbouring columns, counted in fours from the first row's on. The
-// pieces come to shared memory at once, where `memory` has TileShape::join_bytes() for them. `meanwhile` is called
-// while they are on their way.
+// Merges part `part` of a row tile: columns in units of four from the first row. All partial results are copied to
+// `memory` (TileShape::join_bytes()) at once; `meanwhile` runs during the copies.
 template <typename I, typename PieceOf, typename Meet, typename Meanwhile>
 __device__ __forceinline__ void join_part(const PieceOf& piece_of, uint32_t count, uint32_t part,
                                           const ToOutput<typename I::T>& output, void* memory, uint32_t num_threads,
                                           const Meet& meet, const Meanwhile& meanwhile) {
-  constexpr uint32_t kFours = I::kHeadDimV / 4;  // of a row
+  constexpr uint32_t kFours = I::kHeadDimV / 4;  // per row
   const uint32_t thread = ptx::thread_index(), lane = thread % 32, all = output.tile.rows * kFours,
                  of_part = ceil_div(all, count), begin = min_of(part * of_part, all),
                  fours = min_of(of_part, all - begin), first_pair = begin / kFours / 2,
                  pairs = fours == 0 ? 0 : (begin + fours - 1) / kFours / 2 - first_pair + 1;
   auto* const outs = static_cast<float4*>(memory);
-  auto* const states = outs + count * fours;  // of two rows each
+  auto* const states = outs + count * fours;  // two rows each
 #pragma unroll 1
   for (uint32_t i = thread / 32; i < count; i += num_threads / 32) {
     const Piece piece = piece_of(i);
@@ -95,8 +92,8 @@ __device__ __forceinline__ void join_part(const PieceOf& piece_of, uint32_t coun
   }
 }
 
-// After the end of a CTA's range, whose pieces its `num_threads` threads have stored: until then accumulators fill the
-// registers, and stages shared memory. meet() is the threads' barrier.
+// Epilogue of a CTA's range, when all its partial results are stored; until then accumulators occupy the registers and
+// stages the shared memory. meet() is the barrier of the `num_threads` threads.
 template <typename I, typename Meet>
 __device__ __forceinline__ void join_cuts(const AttentionParams& p, const CallShape& call, Walk& walk, void* memory,
                                           uint32_t num_threads, const Meet& meet) {
@@ -105,7 +102,7 @@ __device__ __forceinline__ void join_cuts(const AttentionParams& p, const CallSh
   const auto [sharers, cta, range] = walk.share;
   const uint32_t thread = ptx::thread_index();
   meet();
-  if (thread < 2 && walk.is_cut[thread]) {  // at both before it waits, or CTAs would wait for each other in turn
+  if (thread < 2 && walk.is_cut[thread]) {  // both before waiting, against a chain of waits
     const PieceOrder order = pieces.cuts(cta)[thread].order;
     walk.is_cut[thread] = order.count > 1;
     walk.is_last[thread] = order.count > 1 && Tickets(pieces, order, sharers).arrive();
@@ -129,7 +126,7 @@ __device__ __forceinline__ void join_cuts(const AttentionParams& p, const CallSh
         return pieces.of(cut.order.first + static_cast<int32_t>(number) * sharers, number == 0);
       };
       join_part<I>(piece_of, tickets.count, part, {p, cut, call.out_aligned}, memory, num_threads, meet, [&] {
-        if (thread == 0) next = tickets.take();  // later than the first part of CTAs that wait
+        if (thread == 0) next = tickets.take();  // after the first claims of polling CTAs
       });
       if (thread == 0) walk.part[i] = tickets.noted(next);
       meet();

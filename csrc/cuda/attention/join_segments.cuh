@@ -1,5 +1,4 @@
-// Joins the segments of rows that see keys in several, in the order of the keys, behind the kernels that have stored
-// them.
+// Merges the segments of rows with keys in several, in key order, after the kernels that store them.
 #pragma once
 
 #include "cuda/attention/output.cuh"
@@ -7,9 +6,9 @@
 
 namespace pagedtree::cuda {
 
-constexpr uint32_t kSegmentRows = 4;  // of a CTA, each a warp's
+constexpr uint32_t kSegmentRows = 4;  // per CTA, one warp each
 
-// A warp takes a query head of a token.
+// One warp per query head of a token.
 template <typename T>
 __global__ void __launch_bounds__(kSegmentRows * 32)
     join_segments_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ CallShape call) {
@@ -22,7 +21,7 @@ __global__ void __launch_bounds__(kSegmentRows * 32)
              b = static_cast<int32_t>(sequence_of_row(p.cu_seqlens_q, p.batch, token));
   if (b < 0) return;
   const SequenceWork work = sequence_work(call.work, b);
-  if (!work.has_segments(call.work)) return;  // is in the output already
+  if (!work.has_segments(call.work)) return;  // already in the output
   const auto query = static_cast<int32_t>(token - work.tokens.begin),
              num_queries = static_cast<int32_t>(work.tokens.size());
   const RowTile tile{{1, head / p.group_size, static_cast<uint32_t>(query * p.group_size + head % p.group_size),

@@ -1,4 +1,5 @@
-// The attention kernel: each CTA takes one range of the plan, row tile by row tile.
+// Split-KV attention with mma.sync. A CTA processes a kv range of the plan, row tile by row tile: load Q; for each
+// stage, S = Q K^T, online softmax, O += P V; then the epilogue, or a partial result.
 #pragma once
 
 #include "cuda/attention/join.cuh"
@@ -6,12 +7,12 @@
 
 namespace pagedtree::cuda {
 
-// Writes what each row of the tile sees to shared memory; returns what the rows have in common. Behind the last row
-// stand copies of it. A barrier must follow before shared memory is written again.
+// Writes each row's visible keys to shared memory and returns their common bounds. Rows past the end repeat the last
+// one. Callers synchronize before they write shared memory again.
 template <typename I>
 __device__ __forceinline__ KeyBounds find_views(const AttentionParams& p, const RowTile& tile, uint32_t thread,
                                                 Shared<I>& shared) {
-  constexpr int kWarps = ceil_div(I::kMTile, 32);  // that have rows
+  constexpr int kWarps = ceil_div(I::kMTile, 32);  // with rows
   if (thread < kWarps * 32) {
     const Visibility seen = row_visibility(p, tile, thread);
     if (I::kMTile % 32 == 0 || thread < I::kMTile) shared.views[thread] = RowView::of(seen);
@@ -25,9 +26,8 @@ __device__ __forceinline__ KeyBounds find_views(const AttentionParams& p, const 
   return bounds;
 }
 
-// Computes the rows against KV tiles [begin, end). Stages come through a ring: while one is worked on, the copies of
-// later ones are in flight, and the page ids of the stage after those are read. There is one barrier per stage; after
-// it the stage has arrived and the one before it is used up.
+// Attends to KV tiles [begin, end) through a ring of stages: while one is used, later ones are in flight, and the page
+// ids of the next are loaded. One barrier per stage orders its arrival and the previous one's release.
 template <typename I>
 __device__ __forceinline__ void attend_tiles(const AttentionParams& p, const CallShape& call, const RowTile& tile,
                                              int32_t begin, int32_t end, Shared<I>& shared, Accumulator<I>& sums) {
@@ -40,7 +40,7 @@ __device__ __forceinline__ void attend_tiles(const AttentionParams& p, const Cal
   const KeyBounds bounds = find_views<I>(p, tile, thread, shared);
 
   const StageRange stages = StageRange::of<I>(bounds, begin, end);
-#pragma unroll 1  // code that runs once is fetched from memory
+#pragma unroll 1  // one pass: unrolled code costs instruction fetches
   for (int32_t i = key_of_thread; i < min_of(ring, stages.end - stages.first) * kKeys; i += I::kThreads) {
     const int32_t key = stages.first * kKeys + i;
     const auto place = static_cast<uint32_t>(i);
@@ -53,13 +53,13 @@ __device__ __forceinline__ void attend_tiles(const AttentionParams& p, const Cal
     if (stages.first + s < stages.end) copy_stage<I>(shared.stage(s), thread);
     ptx::cp_async_commit();
   }
-  // While the first keys are on their way; the barrier of the first stage comes after it.
+  // Overlaps the first copies; the first stage's barrier orders it.
   const float factor = load_q_tile<I>(p, call, shared);
 
   const bool has_rows = warp % I::kShape.row_warps * I::kShape.warp_rows() < tile.rows;
-  // Where more than two CTAs share the registers, those of the one warp that found them are read again.
+  // With more than two CTAs per SM, reloads the bounds to save registers.
   const auto kept = [&] { return I::kShape.max_ctas() > 2 ? shared.bounds[0] : bounds; };
-  int now = 0;  // the place of stage i in the ring
+  int now = 0;  // slot of stage i
   for (int32_t i = stages.first; i < stages.end; ++i) {
     wait_for_stage(ring);
     __syncthreads();
@@ -67,7 +67,7 @@ __device__ __forceinline__ void attend_tiles(const AttentionParams& p, const Cal
     const bool reads_page = thread < kKeys && i + ring < stages.end;
     const int32_t page = reads_page ? shared.reader.page(p, later_key) : -1;
     const auto start_copies = [&] {
-      // The index again, instead of being kept in a register.
+      // Recomputes the thread index to save a register.
       if (i + ring - 1 < stages.end) copy_stage<I>(shared.stage(now == 0 ? ring - 1 : now - 1), ptx::thread_index());
       ptx::cp_async_commit();
     };
@@ -87,7 +87,7 @@ __device__ __forceinline__ void attend_tiles(const AttentionParams& p, const Cal
   ptx::cp_async_wait<0>();
 }
 
-// Called by a warp. Finds a row tile other than the first that the record of a range has; is_behind: the next one.
+// Called by a warp. Finds a row tile that the range's record does not have; is_behind: the next one.
 template <typename I>
 __device__ __attribute__((noinline)) void find_row_tile(const AttentionParams& p, const CallShape& call, Walk& walk,
                                                         bool is_behind) {
@@ -97,7 +97,7 @@ __device__ __attribute__((noinline)) void find_row_tile(const AttentionParams& p
   walk.advance(p, call, work_of<I>(call.work), is_behind);
 }
 
-// A reference to `pieces` would be kept in local memory.
+// By value: a reference would move `pieces` to local memory.
 __device__ inline __attribute__((noinline)) void note_own_cut(Walk& walk, Pieces pieces) { note_cut(walk, pieces); }
 
 template <typename I>
@@ -106,7 +106,7 @@ __device__ __attribute__((noinline)) void join_rare_cuts(const AttentionParams& 
   join_cuts<I>(p, call, shared.walk, shared.out(), I::kThreads, [] { __syncthreads(); });
 }
 
-// CTA i works on range i, or where several CTAs share a range's row tiles, on its part of one.
+// CTA i processes range i, or its part if several CTAs share the range's row tiles.
 template <typename I>
 __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
     attention_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ CallShape call) {
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
   ptx::wait_for_kernels_before();
   ptx::let_next_kernel_start();
   Shared<I>& shared = ptx::shared<Shared<I>>();
-  Walk& walk = shared.walk;  // in memory, as accumulators fill the registers
+  Walk& walk = shared.walk;  // in memory: accumulators fill the registers
   if (ptx::thread_index() < 32) walk.begin<false>(p, call, I::kMTile);
   __syncthreads();
   for (bool is_found = walk.is_planned();; is_found = true) {
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
       const bool is_poisoned =
           join<I>(parts, walk.tile.rows, is_whole, ToOutput<typename I::T>{p, walk.tile, call.out_aligned},
                   ToPiece{piece, I::kHeadDimV, first_row});
-      // From any thread, so that the compiler knows it to be the same for the warp.
+      // A vote makes the value warp-uniform for the compiler.
       const bool again = __any_sync(kWholeWarp, __syncthreads_or(is_poisoned && !walk.is_by_query()));
       if (!again && !walk.has_more && !walk.is_by_query()) break;
       if (again && ptx::thread_index() == 0) walk.order.count = -1;

@@ -1,6 +1,6 @@
-// Hopper's attention kernel: each CTA takes one range of the plan, row tile by row tile, as in kernel.cuh. Four warps
-// walk through the range. They fill a ring of stages, and give each row tile with its Q to the others, which in groups
-// of four multiply what comes by wgmma: the next row tile arrives while the output of the last one is written.
+// Hopper: split-KV attention with wgmma. A CTA processes a kv range, row tile by row tile. Four producer warps iterate
+// over it, fill a ring of stages, and publish work tiles with Q. Consumer warpgroups multiply; the next work tile
+// arrives during the epilogue of the last.
 #pragma once
 
 #include "cuda/attention/attend_latent_sm90.cuh"
@@ -43,15 +43,15 @@ __device__ __forceinline__ void consume_range(const AttentionParams& p, const Ca
   trace<I>(shared, kJoined);
 }
 
-// Each warp walks for itself. If a row tile is poisoned (see join()), all go through the range once more, query by
-// query; row tiles stay as they are, as stages begin with the first key that one of their rows sees.
+// Each producer warp iterates separately. If a row tile is poisoned (see join()), all repeat the range query by query.
+// Row tiles stay the same, as stages begin at the first key visible to a row.
 template <typename I>
 __device__ __forceinline__ void produce_range(const AttentionParams& p, const CallShape& call, const CacheMaps& maps,
                                               Sm90Shared<I>& shared) {
   Producer<I> producer(p, call, maps, shared);
-  // Looked up again, instead of being kept in a register.
+  // Recomputed to save a register.
   const auto own = [&]() -> Walk& { return shared.walks[(ptx::thread_index() - I::kConsumers) / 32]; };
-  TreeWindows windows;  // found behind produce(), as most calls have none
+  TreeWindows windows;  // computed after produce(): rare
   for (bool is_found = own().is_planned() && !own().tile.has_windows(p);; is_found = true) {
     if (is_found) {
       producer.produce(own(), windows);
@@ -70,7 +70,7 @@ __device__ __forceinline__ void produce_range(const AttentionParams& p, const Ca
       RowSpan& counted = shared.counted[(ptx::thread_index() - I::kConsumers) / 32];
       if (!producer.by_query || counted.end == walk.tile.rows) {
         if (walk.has_more) walk.advance(p, call, work_of<I>(call.work), is_found && walk.tile.rows > 0);
-        if (!walk.has_more || walk.tile.rows == 0) static_cast<RowPiece&>(walk) = {};  // the end: no keys either
+        if (!walk.has_more || walk.tile.rows == 0) static_cast<RowPiece&>(walk) = {};  // the end marker has no keys
         counted.end = 0;
       }
       if (producer.by_query) counted = walk.tile.rows_of_query(p, counted.end);
@@ -82,7 +82,6 @@ __device__ __forceinline__ void produce_range(const AttentionParams& p, const Ca
   producer.finish();
 }
 
-// CTA i works on range i, or where several CTAs share a range's row tiles, on its part of one.
 template <typename I>
 __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
     attention_sm90_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ CallShape call,

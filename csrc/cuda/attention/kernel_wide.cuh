@@ -1,4 +1,4 @@
-// Tiles for wide values, of 512 columns: their part of the attention kernel.
+// Attention kernel for wide values (512 columns).
 #pragma once
 
 #include "cuda/attention/attend_wide.cuh"
@@ -7,9 +7,7 @@
 
 namespace pagedtree::cuda {
 
-// Computes the rows against KV tiles [begin, end). The overload in kernel.cuh is for the other tiles. All threads meet
-// three times for each 32 keys: when K has arrived, when the largest scores are known, and when the weights are and V
-// has arrived.
+// Attends to KV tiles [begin, end). Three barriers per 32 keys: K has arrived; maxima are known; P and V have arrived.
 template <typename I>
   requires(I::kShape.is_wide())
 __device__ __forceinline__ void attend_tiles(const AttentionParams& p, const CallShape& call, const RowTile& tile,
@@ -29,7 +27,6 @@ __device__ __forceinline__ void attend_tiles(const AttentionParams& p, const Cal
   const StageRange stages = StageRange::of<I>(shared.bounds, begin, end);
   WideRing<I> ring(p, shared, call.stages, stages);
   for (int s = 0; s < call.stages - 1; ++s) ring.start();
-  // While the first keys are on their way; the barrier of the first stage comes after it.
   const float factor = load_q_tile<I>(p, call, shared);
   for (int32_t i = stages.first; i < stages.end; ++i) {
     const uint32_t keys = ring.wait();

@@ -7,9 +7,9 @@ namespace pagedtree::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kRows = kThreads / 32;  // per CTA: one warp per row
+constexpr int kRows = kThreads / 32;  // per CTA, one warp each
 
-// A side with weight 0 is not read: it may hold anything.
+// out = sum of exp(lse_i - lse) out_i, lse = log of sum of exp(lse_i). A side with weight 0 is not read: it may be NaN.
 template <typename T, int kCount>
 __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__ MergeStatesParams p) {
   struct alignas(kCount * sizeof(T)) Vector {
@@ -68,7 +68,7 @@ void CudaBackend::merge_states(const MergeStatesParams& p, const ExecContext& ct
     case DType::kBFloat16:
       return launch_merge<__nv_bfloat16>(p, ctx);
     case DType::kFloat8E4M3:
-      return;  // the host refuses other head sizes
+      return;  // refused by the host
   }
 }
 

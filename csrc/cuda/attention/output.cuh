@@ -1,5 +1,4 @@
-// What becomes of a piece's result: the warps that shared its keys are joined, then it goes to the output or, where a
-// cut crosses the row tile, to scratch.
+// Epilogue: merges warps that share a tile's keys, then stores to the output or, for a split row tile, to scratch.
 #pragma once
 
 #include "cuda/attention/attend.cuh"
@@ -7,18 +6,17 @@
 
 namespace pagedtree::cuda {
 
-// The factor of a part whose maximum is `maximum` under the maximum of all parts.
+// Returns the factor that rescales a part to the maximum of all.
 __device__ __forceinline__ float weight_of(float maximum, float of_all) {
   return maximum == -kInfinity ? 0.0f : ptx::ex2(maximum - of_all);
 }
 
-// The parts of the warps that share the keys, in shared memory; or, where warps share the columns, their columns, and
-// the states of the keys that each has weighed, all with the same maxima.
+// In shared memory: partial results of warps that share keys, or columns of warps that share them, with equal maxima.
 template <typename I>
 struct WarpParts {
   Shared<I>& shared;
 
-  // A chunk has four columns. Its place depends on the row, so that a column of 8 rows covers all banks.
+  // Chunks of four columns, xor-ed with the row: a column of 8 rows covers all banks.
   static __device__ __forceinline__ uint32_t offset(uint32_t part, uint32_t row, uint32_t column) {
     constexpr uint32_t kChunks = I::kHeadDimV / 4;
     return ((part * I::kMTile + row) * kChunks + (column / 4 ^ row % 8)) * 4 + column % 4;
@@ -57,7 +55,6 @@ struct WarpParts {
   }
 };
 
-// The states of one row's parts, joined.
 template <typename I>
 struct JoinedState {
   static constexpr uint32_t kParts = I::kShape.key_warps * I::kShape.column_warps;
@@ -80,12 +77,11 @@ struct JoinedState {
   }
 };
 
-// Where a row's result goes: target.row(...).store(column, values), all columns of a row by any threads. `has_first`:
-// the thread stores column 0 and with it what belongs to the row.
+// Destinations: target.row(...).store(column, values). `has_first`: the thread stores column 0 and the row's state.
 struct ToPiece {
   Piece piece;
   uint32_t head_dim_v;
-  uint32_t first_row = 0;  // of the piece's rows
+  uint32_t first_row = 0;  // of the partial result
 
   struct Row {
     float* to;
@@ -163,15 +159,15 @@ struct ToOutput {
   }
 };
 
-// Returns whether some of the thread's results may be poisoned: NaN, because a weight of 0 met a value that is not
-// finite and that the row does not see. Scores are not mixed so, and where a row's sum is NaN, it has seen why.
+// Merges and stores. Returns true if a result may be poisoned: NaN because P = 0 met a masked, non-finite value. A row
+// whose sum is NaN attends to one.
 template <typename I, typename T>
 __device__ __forceinline__ bool join(const WarpParts<I>& parts, uint32_t rows, bool is_whole, const ToOutput<T>& output,
                                      const ToPiece& piece) {
   bool is_poisoned = false;
   constexpr uint32_t kVectors = I::kHeadDimV / 8;
   using State = JoinedState<I>;
-#pragma unroll 1  // code that runs once is fetched from memory
+#pragma unroll 1  // one pass: unrolled code costs instruction fetches
   for (uint32_t i = ptx::thread_index(); i < rows * kVectors; i += I::kThreads) {
     const uint32_t row = i / kVectors, column = i % kVectors * 8;
     const State state(parts, row);
@@ -196,8 +192,7 @@ __device__ __forceinline__ bool join(const WarpParts<I>& parts, uint32_t rows, b
   return is_poisoned;
 }
 
-// Rows that belong to no sequence (the padding of a captured graph) get out 0 and lse -inf, by so many of the CTA's
-// threads.
+// Sets out to 0 and lse to -inf for rows outside all sequences (padding of a captured graph).
 template <typename I>
 __device__ __forceinline__ void clear_padding(const AttentionParams& p, int32_t cta, int num_threads) {
   const NodeRange used = used_rows(p.cu_seqlens_q, p.batch, p.num_tokens);
@@ -220,7 +215,6 @@ __device__ __attribute__((noinline)) void clear_rare_padding(const AttentionPara
   clear_padding<I>(p, cta, I::kThreads);
 }
 
-// Whether offsets leave rows to padding: those that do not begin at 0, or end before the last row.
 __device__ __forceinline__ bool has_padding(const AttentionParams& p) {
   return p.batch == 0 || p.cu_seqlens_q[0] > 0 || p.cu_seqlens_q[p.batch] < p.num_tokens;
 }

@@ -1,5 +1,5 @@
-// Made to be exact, not fast: engines' tests compare texts in fp32. Each CTA computes a row, a query at one head, and
-// reads only keys that the row sees. Warps take turns of 32 keys, each with a softmax state that is joined at the end.
+// Attention that is exact rather than fast: engines' tests compare text in fp32. One CTA per row (query and head);
+// masked keys are not read. Warps alternate over blocks of 32 keys, each with a softmax state, merged at the end.
 #include "cuda/attention/plain.h"
 #include "cuda/tile/element.cuh"
 #include "cuda/tile/launch.cuh"
@@ -8,11 +8,11 @@ namespace pagedtree::cuda {
 namespace {
 
 constexpr int kWarps = 4, kThreads = kWarps * 32;
-constexpr int kColumnsK = 576, kColumnsV = 512;  // at most
+constexpr int kColumnsK = 576, kColumnsV = 512;  // maximum
 constexpr int kMaxGrid = 1 << 20;
 
 struct PlainShared {
-  float2 states[kWarps];  // maximum and sum
+  float2 states[kWarps];  // maximum, sum
   float out[kWarps][kColumnsV];
 };
 
@@ -22,12 +22,11 @@ __device__ __forceinline__ float warp_max(float x) {
   return x;
 }
 
-// The factor of what has the maximum `own`; nothing has -inf.
+// Returns exp(own - maximum), and 0 for -inf.
 __device__ __forceinline__ float rescaled(float own, float maximum) {
   return own == -kInfinity ? 0.0f : expf(own - maximum);
 }
 
-// What a query of sequence b sees.
 __device__ __forceinline__ Visibility plain_visibility(const AttentionParams& p, int64_t b, int64_t token) {
   const NodeRange queries = node_range(p.cu_seqlens_q, p.batch, b, p.num_tokens);
   const auto count = static_cast<int32_t>(queries.size());
@@ -38,8 +37,7 @@ __device__ __forceinline__ Visibility plain_visibility(const AttentionParams& p,
   return tree_visibility(seq_len, tree_len, p.tree_mask + token * p.mask_stride, p.mask_words, p.window);
 }
 
-// Calls body(k, row) for each key first_key + k of `visible`; row: its element 0 in the cache, null if no page has it,
-// where it reads as zero. `page` is that of the lane's own key.
+// Calls body(k, row) for visible keys first_key + k; `row` is null (zeros) for an invalid page, `page` is the lane's.
 template <typename Kv, typename Body>
 __device__ __forceinline__ void for_each_key(const AttentionParams& p, const PagedCache& cache, int64_t kv_head,
                                              uint32_t visible, uint32_t first_key, int32_t page, const Body& body) {
@@ -53,7 +51,6 @@ __device__ __forceinline__ void for_each_key(const AttentionParams& p, const Pag
   }
 }
 
-// Calls body(i, column) for the lane's columns.
 template <int kColumns, typename Body>
 __device__ __forceinline__ void for_each_column(int32_t columns, const Body& body) {
   const int lane = static_cast<int>(threadIdx.x % 32);
@@ -106,7 +103,7 @@ __device__ __forceinline__ void attend_row(const AttentionParams& p, const Visib
   for_each_column<kColumnsV>(p.head_dim_v, [&](int i, int column) { shared.out[warp][column] = out[i]; });
 }
 
-// `is_used`: the row is a sequence's, not padding, which has no sink.
+// Merges the warps and stores the row. `is_used`: no padding, which has no sink.
 template <typename T>
 __device__ __forceinline__ void join_row(const AttentionParams& p, int64_t token, int64_t head, bool is_used,
                                          const PlainShared& shared) {
@@ -142,7 +139,7 @@ __global__ void __launch_bounds__(kThreads) plain_attention_kernel(const __grid_
   for (int64_t row = blockIdx.x; row < p.num_tokens * heads; row += gridDim.x) {
     const int64_t token = row / heads, head = row % heads;
     const int64_t b = sequence_of_row(p.cu_seqlens_q, p.batch, token);
-    const Visibility seen = b >= 0 ? plain_visibility(p, b, token) : Visibility{};  // of padding: nothing
+    const Visibility seen = b >= 0 ? plain_visibility(p, b, token) : Visibility{};  // padding: none
     const T* query = static_cast<const T*>(p.q) + token * p.q_token_stride + head * p.q_head_stride;
     attend_row<T, Kv>(p, seen, b, head, query, shared);
     __syncthreads();

@@ -1,4 +1,4 @@
-// Attention without matrix instructions: for fp32, and for heads too narrow for the tiles in config.h.
+// Attention without matrix instructions: fp32, and heads narrower than all tiles.
 #pragma once
 
 #include "cuda/attention/row_tile.cuh"
@@ -9,7 +9,7 @@ constexpr bool is_plain(const TreeAttentionParams& p) {
   return p.q_dtype == DType::kFloat32 || p.head_dim < kLeastTileColumns;
 }
 
-// Computes each row whole, so that it needs neither plan nor scratch.
+// Computes whole rows; needs no plan and no scratch.
 void plain_attention(const AttentionParams& p, void* stream);
 
 }  // namespace pagedtree::cuda

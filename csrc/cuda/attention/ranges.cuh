@@ -1,4 +1,4 @@
-// The ranges of a call.
+// Iterates over the work tiles of a CTA's kv range.
 #pragma once
 
 #include <cstddef>
@@ -7,19 +7,18 @@
 
 namespace pagedtree::cuda {
 
-// An entry of a plan: the start of a range, and its first piece, so that a CTA need not find it from lengths. Words are
-// in the order of a Walk.
+// Plan entry: a range's start and first work tile, instead of a search through lengths. In the order of a Walk.
 struct alignas(16) RangeRecord {
   WorkPosition begin;
   int32_t kv_end;
-  uint32_t kind;  // of row tiles, see kind_of(); 0: there is no piece, or the range begins elsewhere
+  uint32_t kind;  // of row tiles, see kind_of(); 0: no work tile, or another start
   int32_t kv_head;
   uint32_t first_row;  // of the row tile
   int32_t first_token;
-  int32_t num_kv_heads;  // that the records are for
+  int32_t num_kv_heads;  // of the planned call
   int32_t num_queries, seq_len;
-  int32_t has_more;       // whether other row tiles may follow
-  int32_t number, count;  // which of its row tile's pieces this one is, and of how many
+  int32_t has_more;       // flag: other row tiles may follow
+  int32_t number, count;  // position among the row tile's partial results
   int32_t tickets[2];
 
   PT_HOST_DEVICE static uint32_t kind_of(const WorkShape& shape, int32_t m_tile, int32_t sharers) {
@@ -28,7 +27,7 @@ struct alignas(16) RangeRecord {
 };
 static_assert(sizeof(RangeRecord) == kPlanEntry * sizeof(int32_t));
 
-// KV tiles [at.kv_tile, kv_end) of a row tile, and the CTA's rows of it; none at the end of the range.
+// A work tile: KV tiles [at.kv_tile, kv_end) of a row tile and the CTA's rows; no rows at the end of the range.
 struct RowPiece {
   WorkPosition at;
   int32_t kv_end;
@@ -37,23 +36,22 @@ struct RowPiece {
   __device__ __forceinline__ bool is_whole() const { return at.kv_tile == 0 && kv_end == tile.kv_tiles(); }
 };
 
-// Where a CTA is in its range. One thread changes it.
+// Iterator over a CTA's range, updated by one thread.
 struct Walk : RowPiece {
-  PieceOrder order;  // of the record's piece; without pieces if the row tile is not the record's
-  int32_t has_more;  // whether other row tiles may follow
+  PieceOrder order;  // of the record's work tile; count 0 for others
+  int32_t has_more;  // flag: other row tiles may follow
   Share share;
-  WorkPosition stop;  // not known of the record
-  bool is_cut[2];     // whether the CTA has a piece of the row tile at the begin of its range, or of that at the end
-  bool is_last[2];    // of the CTAs that have a piece of that row tile
-  uint16_t part[2];   // of that row tile, that the CTA joins
+  WorkPosition stop;  // unknown for the record
+  bool is_cut[2];     // row tiles split at the range's beginning and end
+  bool is_last[2];    // the CTA arrived last at that tile
+  uint16_t part[2];   // of that tile, claimed by the CTA
 
   __device__ __forceinline__ bool is_planned() const { return order.count > 0; }
-  // Whether the row tile comes again, query by query: see join(). Then order.count is negative.
+  // True in a second pass, query by query (see join()): order.count is negative.
   __device__ __forceinline__ bool is_by_query() const { return order.count < 0; }
 
-  // Called by a warp. Begins with the row tile of the CTA's record, if lengths are those that it is for; if not, all
-  // records of the sequence are void, and is_planned() is false. Whatever a plan says, that has rows and pages of the
-  // call only. kShares: also if several CTAs share a range.
+  // Called by a warp. Starts from the CTA's record if it matches the lengths; otherwise the sequence's records are void
+  // and is_planned() is false. Any plan yields rows and pages of the call only. kShares: several CTAs per range.
   template <bool kShares>
   __device__ __forceinline__ void begin(const AttentionParams& p, const CallShape& call, int32_t m_tile) {
     const WorkShape& shape = call.work;
@@ -63,7 +61,7 @@ struct Walk : RowPiece {
     const bool is_aligned = reinterpret_cast<uintptr_t>(plan) % alignof(RangeRecord) == 0;
     const auto* const records = reinterpret_cast<const RangeRecord*>(plan) + 1;
     RangeRecord record{};
-    if (kShares && is_aligned) record = records[cta];  // without waiting for the number of sharers
+    if (kShares && is_aligned) record = records[cta];  // before the number of sharers arrives
     const Share own = kShares ? Share::of(planned_sharers(plan, capacity), cta) : Share{1, cta, cta};
     if (lane == 0) {
       order.count = 0;
@@ -79,7 +77,7 @@ struct Walk : RowPiece {
     const uint32_t rows = static_cast<uint32_t>(record.num_queries * p.group_size),
                    first_row = record.first_row + static_cast<uint32_t>(own.part() * m_tile);
     const auto b = static_cast<uint32_t>(record.begin.sequence);
-    // All of it is compared at once: a branch on a part would come before the loads of the others.
+    // Without short circuits: a branch would delay the remaining loads.
     const bool is_sound = (shape.segment == 0) & (kShares || plan[1] <= 1) &
                           (record.kind == RangeRecord::kind_of(shape, m_tile, own.sharers)) &
                           (record.num_kv_heads == p.num_kv_heads) & below(b, p.batch) &
@@ -90,7 +88,7 @@ struct Walk : RowPiece {
                           !below(capacity - own.range * own.sharers, (record.count - record.number) * own.sharers);
     if (!is_sound) return;
     const int32_t first = cta - record.number * own.sharers;
-    // Lanes read an offset each: see rows_of_search(). All is loaded before any of it is used.
+    // Each lane reads one offset, see rows_of_search(). All loads precede their first use.
     const uint32_t bit = 1u << lane, offset = (b & (0u - bit)) | bit;
     const auto tokens = static_cast<int32_t>(shape.num_tokens);
     const int32_t tree_len = tree_length(p, b, record.num_queries, INT32_MAX);
@@ -113,8 +111,7 @@ struct Walk : RowPiece {
     has_more = record.has_more;
   }
 
-  // The start of a range by the plan: not behind a sequence's last KV tile, but maybe its last row tile, which
-  // advance() passes over. It ends where the next one starts.
+  // Returns a range's planned start: within its sequence's KV tiles, maybe past its row tiles, which advance() skips.
   __device__ __forceinline__ WorkPosition start_of(const AttentionParams& p, int32_t range,
                                                    const CallShape& call) const {
     const WorkShape& shape = call.work;
@@ -130,13 +127,12 @@ struct Walk : RowPiece {
     }
     return start;
   }
-  // Finds the range's bounds, or only the second one, from the starts in the plan.
   __device__ __forceinline__ void find(const AttentionParams& p, const CallShape& call, int32_t first) {
 #pragma unroll 1
     for (int32_t i = first; i < 2; ++i) (i == 0 ? at : stop) = start_of(p, share.range + i, call);
   }
 
-  // Makes the row tile the rows of its next query; order.count is -1 before the first. Returns whether there is one.
+  // Moves to the next query's rows; order.count is -1 before the first. Returns false after the last.
   __device__ __forceinline__ bool take_query(const AttentionParams& p, uint32_t m_tile) {
     const bool is_first = order.count-- == -1;
     if (!is_first) tile.first_row += tile.rows;
@@ -146,8 +142,7 @@ struct Walk : RowPiece {
     return (is_first || in_tile > 0) && tile.first_row < all;
   }
 
-  // Goes to the next row tile of the head, whose sequence and keys are known. Returns whether the range has one with
-  // rows for the CTA.
+  // Moves to the head's next row tile, with known sequence and keys. Returns false if the range has no rows there.
   __device__ __forceinline__ bool next_in_head(const AttentionParams& p, int32_t m_tile) {
     const uint32_t rows = static_cast<uint32_t>(tile.num_queries * p.group_size),
                    first_row = tile.first_row + static_cast<uint32_t>(m_tile * share.sharers);
@@ -160,8 +155,7 @@ struct Walk : RowPiece {
     return true;
   }
 
-  // Goes to the next row tile that has rows for the CTA, from the begin of the range on or behind the one that it is
-  // at; with segments to the next of these.
+  // Moves to the next row tile or segment with rows for the CTA: from the range's beginning, or after the current one.
   __device__ __forceinline__ void advance(const AttentionParams& p, const CallShape& call, const WorkShape& shape,
                                           bool is_behind) {
     if (order.count != 0 || !is_behind) find(p, call, is_behind);
@@ -182,20 +176,20 @@ struct Walk : RowPiece {
         if (tiles.begin >= tiles.end) tile.rows = 0;
         if (tile.rows > 0) return;
       }
-      now = now.next(work.row_tiles);  // a sequence without any may lie between two others
+      now = now.next(work.row_tiles);  // skips sequences without row tiles
     }
   }
 };
 
-// Where the CTA's piece of the row tile stands among the others. Empty ranges have none. The record of the next range
-// has it, too, if its lengths are the row tile's; to go from range to range takes long.
+// Returns the position of the CTA's partial result: from the next range's record if that matches, else by a slow scan
+// over the ranges. Empty ranges have none.
 __device__ __forceinline__ PieceOrder order_of(const Walk& walk, const Pieces& pieces) {
   const WorkPosition& at = walk.at;
   const RowTile& tile = walk.tile;
   const auto [sharers, cta, own] = walk.share;
   const int32_t ranges = planned_ranges(pieces.plan, pieces.capacity / sharers), kv_tiles = tile.kv_tiles();
   if (own + 1 < ranges && at.kv_tile == 0 && planned_start(pieces.plan, own + 1).same_row(at)) {
-    const int32_t* next = pieces.plan + kPlanEntry * (own + 2);  // a record, but maybe not aligned as one
+    const int32_t* next = pieces.plan + kPlanEntry * (own + 2);  // a record, maybe unaligned
     const auto word = [&](size_t offset) { return next[offset / sizeof(int32_t)]; };
     if (word(offsetof(RangeRecord, first_token)) == tile.first_token &&
         word(offsetof(RangeRecord, num_queries)) == tile.num_queries &&
@@ -225,7 +219,6 @@ __device__ __forceinline__ PieceOrder order_of(const Walk& walk, const Pieces& p
   return {order.first * sharers + walk.share.part(), order.number, order.number + order.count};
 }
 
-// Where the result of a piece goes that is not a whole row tile.
 template <typename I>
 __device__ __forceinline__ Piece place_of(const AttentionParams& p, const CallShape& call, const Share& share,
                                           const RowPiece& piece) {
@@ -234,7 +227,7 @@ __device__ __forceinline__ Piece place_of(const AttentionParams& p, const CallSh
   return pieces.of(share, piece.at.kv_tile == 0);
 }
 
-// Writes down that the CTA has a piece of the row tile. Segments are joined by a kernel of their own.
+// Records that the CTA splits the row tile. Segments are merged by a separate kernel.
 __device__ __forceinline__ void note_cut(Walk& walk, const Pieces& pieces) {
   if (walk.is_by_query() || pieces.segment_rows > 0) return;
   const bool is_first = walk.at.kv_tile == 0;

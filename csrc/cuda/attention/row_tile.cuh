@@ -1,4 +1,4 @@
-// One M tile of one KV head of one sequence: which rows it has, and what they see.
+// An M tile of one KV head and sequence: its rows and their visible keys.
 #pragma once
 
 #include "core/math.h"
@@ -7,18 +7,17 @@
 
 namespace pagedtree::cuda {
 
-// The op's parameters, and what the host prepares, as what kernels do before their first product is a large part of
-// small calls.
+// The op's parameters and derived values. The host derives them, as the kernel's prologue dominates small calls.
 struct AttentionParams : TreeAttentionParams {
   struct Part {
     const char* begin;
-    int64_t bytes;  // from one to the next
+    int64_t bytes;  // between items
   };
-  Part parts[3];  // page ids of each sequence, K and V of each head
+  Part parts[3];  // page ids per sequence, K and V per head
   SmallDivisor by_group_size, by_page_size;
-  uint32_t pages_end;                 // page numbers are below it
-  int32_t keys_in_window, mask_bits;  // bounded by 2^31 - 1, which is more than there are
-  float factor;  // of q.k * scale: gives the score in base 2, or with a softcap the x of tanh(x), times 2 log2 e
+  uint32_t pages_end;                 // valid page numbers are below it
+  int32_t keys_in_window, mask_bits;  // clamped to 2^31 - 1
+  float factor;                       // q.k * scale to base-2 scores; softcap: to the exponent of tanh
 
   explicit AttentionParams(const TreeAttentionParams& p)
       : TreeAttentionParams(p),
@@ -37,13 +36,13 @@ struct AttentionParams : TreeAttentionParams {
   }
 };
 
-// The factor of q.k that gives the score, or with a softcap the exponent in tanh(x) = 1 - 2 / (2^(x * 2 log2 e) + 1);
-// q.k has its sign already. The factor is not 0, as it multiplies maxima, which may be -inf.
+// Returns the positive factor of q.k for base-2 scores, or with softcap for the exponent in tanh(x) = 1 - 2 / (2^(x * 2
+// log2 e) + 1). The sign is in q. Not 0, as it multiplies maxima, which may be -inf.
 PT_HOST_DEVICE float score_factor(const AttentionParams& p, float scale) {
   return fmaxf(fabsf(scale) * p.factor, 0x1p-126f);
 }
 
-// The work of a launch for one kind of tile: the compiler knows by what it divides.
+// Returns the launch's work with compile-time divisors.
 template <typename I>
 __device__ __forceinline__ WorkShape work_of(const WorkShape& shape) {
   WorkShape known = shape;
@@ -52,12 +51,12 @@ __device__ __forceinline__ WorkShape work_of(const WorkShape& shape) {
   return known;
 }
 
-// Which of the CTAs that share a range's row tiles one is; `cta` is its index in the launch.
+// A CTA's index among the CTAs that share a range's row tiles; `cta` is its index in the launch.
 struct Share {
   int32_t sharers, cta, range;
 
   __device__ __forceinline__ static Share of(int32_t sharers, int32_t cta) {
-    // Exact, as there are at most kMostSharers.
+    // Exact for up to kMostSharers.
     const float range = (static_cast<float>(cta) + 0.5f) * __fdividef(1.0f, static_cast<float>(sharers));
     return {sharers, cta, sharers == 1 ? cta : static_cast<int32_t>(range)};
   }
@@ -69,11 +68,11 @@ struct RowSpan {
   __device__ __forceinline__ bool has(uint32_t row) const { return begin <= row && row < end; }
 };
 
-// Where the rows of a row tile are in Q and the output.
+// A row tile's position in Q and the output.
 struct TileRows {
   uint32_t rows;
   int32_t kv_head;
-  uint32_t first_row;   // of the head's rows, each a query and a head of the group
+  uint32_t first_row;   // within the head's (query, group head) rows
   int32_t first_token;  // of the sequence
 
   __device__ __forceinline__ uint32_t query_of(const AttentionParams& p, uint32_t row) const {
@@ -85,7 +84,6 @@ struct TileRows {
   __device__ __forceinline__ int64_t head(const AttentionParams& p, uint32_t row) const {
     return static_cast<uint32_t>(kv_head * p.group_size) + p.by_group_size.remainder(first_row + row);
   }
-  // The rows from `begin` on that are of one query.
   __device__ __forceinline__ RowSpan rows_of_query(const AttentionParams& p, uint32_t begin) const {
     return {begin, min_of(begin + p.group_size - p.by_group_size.remainder(first_row + begin), rows)};
   }
@@ -95,17 +93,16 @@ struct RowTile : TileRows {
   int32_t sequence;
   int32_t num_queries;
   int32_t seq_len;
-  int32_t tree_len = -1;  // causal
+  int32_t tree_len = -1;  // -1: causal
 
   __device__ __forceinline__ int32_t kv_tiles() const { return kv_tiles_of(seq_len); }
-  // Whether windows cut its tree.
   __device__ __forceinline__ bool has_windows(const AttentionParams& p) const {
     return tree_len >= 0 && p.keys_in_window < INT32_MAX;
   }
-  // What a row sees, if windows leave `window` of its tree; behind the last row stand copies of it.
+  // Returns a row's visible keys, given its tree window. Rows past the end repeat the last one.
   __device__ __forceinline__ Visibility visibility(const AttentionParams& p, uint32_t row, TreeWindow window) const {
     const uint32_t query = query_of(p, min_of(row, rows - 1));
-    if (tree_len < 0) {  // causal_visibility() with windows of 31 bits
+    if (tree_len < 0) {  // causal_visibility() with 31-bit windows
       const int32_t end = max_of(seq_len + min_of(static_cast<int32_t>(query + 1 - num_queries), 0), 0);
       return {max_of(end - p.keys_in_window, 0), end, seq_len, nullptr, 0, 0, 0};
     }
@@ -115,7 +112,7 @@ struct RowTile : TileRows {
   }
 };
 
-// The rows of row tile `index` that belong to one of the CTAs that share it, which have m_tile rows each; maybe none.
+// Returns the rows of row tile `index` for one of the CTAs that share it, m_tile rows each; may be empty.
 __device__ __forceinline__ RowTile row_tile(const AttentionParams& p, const SequenceWork& work, int32_t sequence,
                                             int32_t index, int32_t m_tile, int32_t part) {
   RowTile tile{};
@@ -132,14 +129,13 @@ __device__ __forceinline__ RowTile row_tile(const AttentionParams& p, const Sequ
   return tile;
 }
 
-// Few calls have windows in trees. Kernels for wgmma must not call functions, or ptxas ignores their setmaxnreg.
+// Rare, not inlined. Not for wgmma kernels: with function calls ptxas ignores setmaxnreg.
 __device__ inline __attribute__((noinline)) TreeWindow rare_tree_window(const int32_t* words, int32_t num_words,
                                                                         int32_t num_bits, int32_t tree_start,
                                                                         int64_t window) {
   return tree_window(words, num_words, num_bits, tree_start, window);
 }
 
-// What a row of the tile sees.
 __device__ __forceinline__ Visibility row_visibility(const AttentionParams& p, const RowTile& tile, uint32_t row) {
   Visibility seen = tile.visibility(p, row, {});
   if (tile.has_windows(p)) {
@@ -148,7 +144,7 @@ __device__ __forceinline__ Visibility row_visibility(const AttentionParams& p, c
   return seen;
 }
 
-// The part of a Visibility that differs between the rows of a tile: only this is kept by each thread.
+// The per-row part of a Visibility, kept by each thread.
 struct RowView {
   int32_t begin, end;
   int32_t first_bit;
@@ -162,7 +158,7 @@ struct RowView {
   }
 };
 
-// No row sees a key outside [lowest, highest); every row sees every key in [plain_begin, plain_end).
+// Keys outside [lowest, highest) are masked for all rows; keys in [plain_begin, plain_end) for none.
 struct KeyBounds {
   int32_t lowest, highest;
   int32_t plain_begin, plain_end;
@@ -187,8 +183,7 @@ struct KeyBounds {
   }
 };
 
-// The keys of a stage that a warp's block of 16 rows sees: for rows quad and quad + 8, and for the block as a whole.
-// Bit i of word w is the warp's key 32 w + i.
+// Mask of a stage's keys for rows quad and quad + 8 of a block. Bit i of word w: the warp's key 32 w + i.
 template <int kWords>
 struct VisibleKeys {
   uint32_t rows[2][kWords];
@@ -199,13 +194,13 @@ struct VisibleKeys {
   }
 };
 
-// `mine` is what the lane's own row (see own_row()) sees, so that each word is computed by one lane only.
+// Each lane computes the words of own_row(); shuffles distribute them.
 __device__ __forceinline__ uint32_t own_row(uint32_t lane) { return lane / 4 + lane / 2 % 2 * 8; }
 
 template <int kWords>
 __device__ __forceinline__ VisibleKeys<kWords> visible_keys(const Visibility& mine, uint32_t lane, int32_t first_key) {
   VisibleKeys<kWords> keys;
-  constexpr int kAtOnce = min_of(kWords, 2);  // words of a row
+  constexpr int kAtOnce = min_of(kWords, 2);  // words per row
 #pragma unroll
   for (int first = 0; first < kWords; first += kAtOnce) {
     const uint32_t word = mine.visible32(first_key + (first + static_cast<int32_t>(lane % kAtOnce)) * kMaskWordBits);

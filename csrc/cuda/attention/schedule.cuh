@@ -1,4 +1,4 @@
-// The kernel that makes a plan.
+// Plan kernel: divides the work of a call into kv ranges of equal cost.
 #pragma once
 
 #include <iterator>
@@ -8,26 +8,25 @@
 
 namespace pagedtree::cuda {
 
-constexpr int kScheduleThreads = kMaxPlanRanges;  // one for each range
+constexpr int kScheduleThreads = kMaxPlanRanges;  // one per range
 
 struct PlanShared {
   union {
-    WorkSum sums[kScheduleThreads];  // of the sequences up to those of a thread
+    WorkSum sums[kScheduleThreads];  // inclusive prefix sums per thread
     struct alignas(16) {
       WorkPosition at;
     } starts[kMaxPlanRanges];
   };
-  uint64_t costs[kScheduleThreads + 1];  // of the sequences before those of a thread
+  uint64_t costs[kScheduleThreads + 1];  // exclusive prefix sums per thread
 };
 static_assert(sizeof(PlanShared) <= 48 << 10, "more has to be asked for");
 
-// What plan_kernel needs for each list.
 struct PlanLists {
   struct {
     WorkShape work;
     RangeLimits limits;
   } lists[std::size(kWorkLists)];
-  int32_t run, runs;  // sequences of a thread; threads that have some
+  int32_t run, runs;  // sequences per thread; threads with any
   int32_t plan_size;
   SmallDivisor by_sharers[kMostSharers + 1];
 
@@ -38,9 +37,8 @@ struct PlanLists {
   }
 };
 
-// make_ranges() with one CTA per list, which goes through the sequences until it knows how many ranges there are and
-// how many CTAs share each, and then once more. Each thread sums the costs of a run of sequences, and at last finds the
-// start of a range.
+// make_ranges(), one CTA per list. Passes over the sequences determine the number of ranges and of CTAs that share
+// each; a last pass finds the starts. Each thread sums a run of sequences, then finds the start of one range.
 __global__ void __launch_bounds__(kScheduleThreads, 1)
     plan_kernel(const __grid_constant__ PlanLists lists, int32_t* plan) {
   PlanShared& shared = ptx::shared<PlanShared>();
@@ -61,10 +59,10 @@ __global__ void __launch_bounds__(kScheduleThreads, 1)
   int32_t sharers = 1, run = thread, range = thread, row_tiles = 0;
   uint64_t target = UINT64_MAX;
 #pragma unroll 1
-  while (true) {  // alone; shared; if that costs too much, alone again; at last the starts
+  while (true) {  // passes: alone; shared; alone again if that is too costly; starts
     WorkSum sum{};
     if (cuts.num_ranges > 0) {
-      run = 0;  // the first one whose end is past the target
+      run = 0;  // first run that ends past the target
       int32_t end = lists.runs - 1;
 #pragma unroll 1
       do {
@@ -143,7 +141,7 @@ __global__ void __launch_bounds__(kScheduleThreads, 1)
   const bool is_cut = begin.same_row(stop);
   if (is_cut) record.kv_end = stop.kv_tile;
   record.has_more = !(is_cut | (begin.next(row_tiles) == stop));
-  // Starts do not decrease. The first range begins at the origin, where there may be no piece.
+  // Starts ascend. The first range begins at the origin, which may have no work tile.
   const bool is_empty = is_cut & (begin.kv_tile == stop.kv_tile), is_elsewhere = (thread == 0) & (begin.sequence > 0);
   record.kind = is_empty | is_elsewhere ? 0 : RangeRecord::kind_of(shape, shape.m_tile, sharers);
   planned = record;

@@ -1,4 +1,4 @@
-// Copies from global to shared memory: Q of a row tile, and the ring of stages for its keys and values.
+// Copies from global to shared memory: Q of a row tile, and the ring of K and V stages.
 #pragma once
 
 #include "core/math.h"
@@ -7,13 +7,13 @@
 
 namespace pagedtree::cuda {
 
-// The types of one instance of a kernel, and what follows from them and from its row of kTileShapes.
+// Types and derived constants of an instance, from its row of kTileShapes.
 template <typename T_, typename Kv_, TileShape kTileShape>
 struct InstanceOf {
   using T = T_;
   using Kv = Kv_;
   using M = Multiplied<T, Kv>;
-  // Rows of Q that are multiplied in another type are scaled to its range, each by its own power of two.
+  // If the operand type differs from Q's, each row is scaled into its range by a power of two.
   static constexpr bool kScalesRows = !std::is_same_v<T, M>, kCopiesQ = std::is_same_v<T, Kv>;
   static constexpr TileShape kShape = kTileShape;
   static constexpr int kHeadDim = kShape.head_dim, kHeadDimV = kShape.head_dim_v, kMTile = kShape.m_tile;
@@ -25,7 +25,6 @@ struct InstanceOf {
   static_assert(kMTile > 0 && kMTile <= kThreads && kAtoms * 16 * kShape.row_warps == kMTile && kWarpKeys % 8 == 0);
 };
 
-// One of the kernel for mma.sync.
 template <typename T, typename Kv, int kHeadDim, int kMTile, int kHeadDimV = kHeadDim>
 struct Instance : InstanceOf<T, Kv, tile_shape(MatrixEngine::kMmaSync, kHeadDim, kHeadDimV, kMTile)> {
   using QRows = Panels<kHeadDim * 2, kMTile>;
@@ -33,8 +32,7 @@ struct Instance : InstanceOf<T, Kv, tile_shape(MatrixEngine::kMmaSync, kHeadDim,
   using VRows = Panels<kHeadDimV* static_cast<int>(sizeof(Kv)), Instance::kShape.keys>;
 };
 
-// The stages [first, end) of a row tile's KV tiles that hold keys which a row sees; where stages are larger than KV
-// tiles, those KV tiles.
+// Stages [first, end) with visible keys; in KV tiles, where stages are larger.
 struct StageRange {
   int32_t first, end;
 
@@ -47,19 +45,17 @@ struct StageRange {
   }
 };
 
-// The addresses of a key's K and V rows, which are read together; null: the rows read as zero.
+// Addresses of a key's K and V, loaded together; null reads as zeros.
 struct alignas(16) KeyRow {
   const char* k;
   const char* v;
 };
 
-// Finds the keys of a row tile. It reads a page id, and writes the addresses that follow from it after the work on a
-// stage, which hides the wait.
+// Finds a row tile's keys. It loads a page id and computes the addresses one stage later, which hides the latency.
 struct KeyReader {
   const char* parts[3];  // page ids, K, V of the head
   int32_t seq_len;
 
-  // Three threads find a part each.
   __device__ __forceinline__ void open(const AttentionParams& p, const RowTile& tile, int32_t length, uint32_t thread) {
     if (thread >= 3) return;
     const auto index = static_cast<uint32_t>(thread == 0 ? tile.sequence : tile.kv_head);
@@ -83,7 +79,7 @@ struct KeyReader {
   }
 };
 
-// Scores in base 2 come from q.k: scale * q.k, or with a softcap cap * tanh(q.k * scale / cap).
+// Returns the scale of q.k. With softcap, scores are cap * tanh(q.k * scale / cap).
 __device__ __forceinline__ float score_scale(const AttentionParams& p, int32_t kv_head) {
   return p.k_scale != nullptr ? p.scale * p.k_scale[kv_head * p.k_scale_stride] : p.scale;
 }
@@ -92,18 +88,18 @@ template <typename I>
 struct alignas(16) Stage {
   unsigned char k[I::KRows::kBytes];
   unsigned char v[I::VRows::kBytes];
-  KeyRow rows[I::kShape.keys];  // of the stage that comes to this place next
+  KeyRow rows[I::kShape.keys];  // of the next stage in this slot
 };
 
-// The launch adds the memory of the stages after this struct. That for wide values is in stage_wide.cuh.
+// Stages follow in memory. stage_wide.cuh has the variant for wide values.
 template <typename I>
 struct alignas(128) Shared {
   Walk walk;
   union {
-    float2 states[I::kShape.key_warps * I::kMTile];  // maximum and sum of each row, of each warp that shares it
+    float2 states[I::kShape.key_warps * I::kMTile];  // maximum, sum per row and warp that shares it
     struct {
       KeyBounds bounds[I::kShape.warps()];
-      KeyReader reader;  // from here on in memory, as accumulators fill the registers
+      KeyReader reader;  // from here on in memory: accumulators fill the registers
       RowView views[I::kMTile];
       float factors[I::kScalesRows ? I::kMTile : 1];
     };
@@ -114,12 +110,12 @@ struct alignas(128) Shared {
   __device__ __forceinline__ float* out() { return reinterpret_cast<float*>(q); }
 };
 
-// The larger magnitude at each place of two pairs of bfloat16, as bits; NaN is the largest of all.
+// Returns the larger magnitudes of two bf16 pairs, as bits. NaN is largest.
 __device__ __forceinline__ uint32_t larger_magnitudes(uint32_t a, uint32_t b) {
   return max_of(a & 0x7fff0000u, b & 0x7fff0000u) | max_of(a & 0x7fffu, b & 0x7fffu);
 }
 
-// The bits of the largest magnitude in the pairs of kLanes neighbouring lanes.
+// Returns the largest magnitude over kLanes neighbouring lanes, as bits.
 template <uint32_t kLanes>
 __device__ __forceinline__ uint32_t largest_magnitude(uint32_t pair) {
   uint32_t largest = max_of(pair >> 16 & 0x7fffu, pair & 0x7fffu);
@@ -130,10 +126,9 @@ __device__ __forceinline__ uint32_t largest_magnitude(uint32_t pair) {
   return largest;
 }
 
-// The factor that puts the largest magnitude of a row of bfloat16 between 2^14 and 2^15. Then half holds exactly each
-// number that is not smaller than 2^-32 of the largest. A row with infinities stays as it is.
+// Scales a bf16 row's maximum into [2^14, 2^15) by a power of two: half is exact down to 2^-32 of it. Skips infinities.
 struct RowScale {
-  uint32_t exponent;  // of fp32, biased
+  uint32_t exponent;  // biased, of fp32
 
   __device__ __forceinline__ explicit RowScale(uint32_t largest) {
     constexpr uint32_t kOne = 127, kTarget = kOne + 14;
@@ -150,14 +145,13 @@ struct RowScale {
   }
 };
 
-// Loads Q, negated if `negate`, so that scores are scaled by a positive number. If rows are scaled, `factors` holds the
-// factor of each row's scores; else `factor` is that of all. Columns that a wide tile has and K has not are not stored.
-// A thread's loads are in flight together, up to 64 bytes.
+// Loads Q, negated if `negate` so that score factors are positive. Writes `factors` per row if rows are scaled; else
+// `factor` is for all. Columns past K's are not stored. Up to 64 bytes per thread are in flight.
 template <typename I>
 __device__ __forceinline__ void load_q_rows(const AttentionParams& p, const RowTile& tile, uint32_t thread,
                                             bool aligned, bool negate, float factor, unsigned char* q, float* factors) {
   constexpr int kChunks = I::QRows::kChunks;
-  constexpr uint32_t kLanes = I::kHeadDim > 128 ? 32 : I::kHeadDim > 64 ? 16 : 8;  // lanes that share a row
+  constexpr uint32_t kLanes = I::kHeadDim > 128 ? 32 : I::kHeadDim > 64 ? 16 : 8;  // per row
   constexpr int kPerLane = ceil_div(kChunks, static_cast<int>(kLanes));
   constexpr int kTurns = I::kMTile * kLanes / I::kThreads, kAtOnce = kTurns * kPerLane <= 4 ? kTurns : 1;
   static_assert(kTurns * I::kThreads == I::kMTile * kLanes);
@@ -215,7 +209,7 @@ __device__ __forceinline__ void load_q_rows(const AttentionParams& p, const RowT
   }
 }
 
-// Loads Q, and returns the factor of scores. Shared memory has the row tile.
+// Loads Q of the shared row tile; returns the score factor.
 template <typename I>
 __device__ __forceinline__ float load_scaled_q(const AttentionParams& p, bool aligned, Shared<I>& shared) {
   const RowTile& tile = shared.walk.tile;
@@ -224,13 +218,13 @@ __device__ __forceinline__ float load_scaled_q(const AttentionParams& p, bool al
   return factor;
 }
 
-// For rows that few calls have.
+// For rare layouts of Q.
 template <typename I>
 __device__ __attribute__((noinline)) float load_rare_q(const AttentionParams& p, bool aligned, Shared<I>& shared) {
   return load_scaled_q<I>(p, aligned, shared);
 }
 
-// Loads Q unless copy_q_tile() has copied it, and returns the factor of scores.
+// Loads Q unless copy_q_tile() did; returns the score factor.
 template <typename I>
 __device__ __forceinline__ float load_q_tile(const AttentionParams& p, const CallShape& call, Shared<I>& shared) {
   if constexpr (I::kCopiesQ) {
@@ -240,12 +234,12 @@ __device__ __forceinline__ float load_q_tile(const AttentionParams& p, const Cal
   }
 }
 
-// Starts the copies of Q where its rows are multiplied as they are. Behind the last row stand copies of it.
+// Issues the copies of Q if it needs no conversion. Rows past the end repeat the last one.
 template <typename I>
 __device__ __forceinline__ void copy_q_tile(const AttentionParams& p, const CallShape& call, const RowTile& tile,
                                             uint32_t thread, unsigned char* q) {
   if (!I::kCopiesQ || call.q_factor == 0.0f) return;
-  constexpr uint32_t kLanes = I::QRows::kChunks > 16 ? 32 : I::QRows::kChunks > 8 ? 16 : 8;  // that share a row
+  constexpr uint32_t kLanes = I::QRows::kChunks > 16 ? 32 : I::QRows::kChunks > 8 ? 16 : 8;  // per row
   const uint32_t to = ptx::smem_addr(q), chunks = I::kShape.is_wide() ? p.head_dim / 8 : I::QRows::kChunks;
 #pragma unroll 1
   for (uint32_t row = thread / kLanes; row < I::kMTile; row += I::kThreads / kLanes) {
@@ -260,7 +254,7 @@ __device__ __forceinline__ void copy_q_tile(const AttentionParams& p, const Call
   }
 }
 
-// Starts the copies of a stage. Its row addresses must be known.
+// Issues the copies of a stage, whose addresses are known.
 template <typename I>
 __device__ __forceinline__ void copy_stage(Stage<I>& stage, uint32_t thread) {
   const uint32_t k = ptx::smem_addr(stage.k), v = ptx::smem_addr(stage.v);
@@ -284,7 +278,7 @@ __device__ __forceinline__ void copy_stage(Stage<I>& stage, uint32_t thread) {
   }
 }
 
-// Waits until all but the newest `stages` - 2 groups of copies have arrived.
+// Waits for all but the newest `stages` - 2 copy groups.
 __device__ __forceinline__ void wait_for_stage(int stages) {
   switch (stages) {
     case 2:

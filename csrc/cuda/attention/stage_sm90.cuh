@@ -1,6 +1,5 @@
-// Hopper: the ring of stages, and the warps that fill it. A stage has K or V of 64 or 128 keys, in the order in which
-// they are multiplied: K 0, K 1, V 0, K 2, V 1 and so on, V of a row tile's last keys at its end. Latent stages are
-// both, and come in parts, so that their first columns are multiplied while the others arrive.
+// Hopper: the ring of stages and its producer warps. A stage has K or V of 64 or 128 keys, in order of use: K0 K1 V0 K2
+// V1 and so on. A latent stage is both and arrives in parts: its first columns are used while the others are in flight.
 #pragma once
 
 #include "cuda/attention/cache_maps.cuh"
@@ -9,15 +8,13 @@
 
 namespace pagedtree::cuda {
 
-// One instance of the kernel for wgmma.
 template <typename T, typename Kv, int kHeadDim, int kMTile, int kHeadDimV = kHeadDim>
 struct Sm90Instance : InstanceOf<T, Kv, tile_shape(MatrixEngine::kWgmma, kHeadDim, kHeadDimV, kMTile)> {
   using Base = InstanceOf<T, Kv, tile_shape(MatrixEngine::kWgmma, kHeadDim, kHeadDimV, kMTile)>;
   static constexpr int kConsumers = Base::kShape.warps() * 32;           // threads
   static constexpr int kProducers = Base::kShape.producer_warps() * 32;  // threads
-  static constexpr int kGroupRows = 64;                                  // that four warps multiply together
-  // Scores are weighed while values are multiplied, but where registers do not suffice for both: there are two groups
-  // then, and one weighs while the other multiplies.
+  static constexpr int kGroupRows = 64;                                  // rows of a warpgroup
+  // Softmax overlaps P V, unless registers do not suffice for both; then two groups alternate instead.
   static constexpr bool kWeighsBesideValues = kHeadDim < 256 || kMTile == kGroupRows;
   static constexpr bool kDecodes = kIsFloat8<Kv>;
   static constexpr bool kLatent = Base::kShape.is_latent(), kTwoGroups = Base::kShape.warps() > 4;
@@ -27,26 +24,26 @@ struct Sm90Instance : InstanceOf<T, Kv, tile_shape(MatrixEngine::kWgmma, kHeadDi
   static constexpr int kProducerRegisters = kTwoGroups                    ? 504 - 2 * kConsumerRegisters
                                             : Base::kShape.max_ctas() > 1 ? 56
                                                                           : 168;
-  // Parts of a stage, each with its barriers: latent rows' columns of V by halves, and the others.
+  // Parts of a stage with separate barriers: a latent row's V columns in halves, and its other columns.
   static constexpr int kParts = kLatent ? 3 : 1;
-  static constexpr int kPartPanels = kLatent ? 4 : kHeadDim / 64;  // but the last one has what is left
-  static constexpr int kTiles = Base::kShape.keys / kKvTile;       // KV tiles of a stage
+  static constexpr int kPartPanels = kLatent ? 4 : kHeadDim / 64;  // the last part has the rest
+  static constexpr int kTiles = Base::kShape.keys / kKvTile;       // KV tiles per stage
   static constexpr uint32_t kQs = Base::kShape.num_qs();
-  // A stage has eight keys' rows in each of so many panels of 64 columns, then the next keys', so that a box has all of
-  // these panels; a latent stage, which comes in parts, has its panels behind each other.
+  // Stage layout: eight keys' rows of kTogether panels of 64 columns, then the next eight keys', so that one box has
+  // all panels. Latent stages arrive in parts, one panel after another.
   static constexpr uint32_t kTogether = kLatent ? 1 : kHeadDim / 64;
-  static constexpr uint32_t kEightKeys = kTogether * 1024;                          // bytes from eight keys to the next
-  static constexpr uint32_t kPanelStep = kLatent ? Base::kShape.keys * 128 : 1024;  // and from a panel to the next
-  static constexpr uint32_t kPanelBytes = Base::kShape.keys * 128;                  // 64 columns of a stage
+  static constexpr uint32_t kEightKeys = kTogether * 1024;  // bytes between groups of eight keys
+  static constexpr uint32_t kPanelStep = kLatent ? Base::kShape.keys * 128 : 1024;  // bytes between panels
+  static constexpr uint32_t kPanelBytes = Base::kShape.keys * 128;                  // per stage
   using QRows = Panels<kHeadDim * 2, kGroupRows>;
   static_assert(kHeadDim % 64 == 0 && (!kLatent || kHeadDim / 64 == 2 * kPartPanels + 1));
   static_assert(kMTile <= kProducers && kMTile % kGroupRows == 0 && Base::kAtoms == 1);
-  // The registers that the CTA begins with are all it has: consumers that want more would wait for ever.
+  // setmaxnreg waits forever if consumers ask for more registers than the CTA was launched with.
   static constexpr int kFirstRegisters = min_of(255, 65536 / (Base::kThreads * Base::kShape.max_ctas())) / 8 * 8;
   static_assert(kConsumers * kConsumerRegisters + kProducers * kProducerRegisters <= Base::kThreads * kFirstRegisters);
 };
 
-// Named barriers; 0 is that of __syncthreads().
+// Named barriers; 0 is __syncthreads().
 enum Sm90Barrier : unsigned {
   kProducersMeet = 1,
   kJoinersMeet,
@@ -57,11 +54,10 @@ enum Sm90Barrier : unsigned {
   kWeightsGiven,
 };
 
-// A row tile that is given to the multiplying warps, which look it up in shared memory, because accumulators fill their
-// registers.
+// A work tile for the consumers, in shared memory, because accumulators fill their registers.
 struct GivenTile : RowPiece {
   KeyBounds bounds;
-  RowSpan counted;  // whose results count: all rows, or those of a query
+  RowSpan counted;  // rows to store: all, or a query's
 
   template <typename I>
   __device__ __forceinline__ StageRange stages() const {
@@ -69,7 +65,6 @@ struct GivenTile : RowPiece {
   }
 };
 
-// Eight columns of Q, which is not aligned.
 __device__ __forceinline__ uint4 load_chunk(const uint16_t* from) {
   uint4 words{};
 #pragma unroll 1
@@ -79,26 +74,25 @@ __device__ __forceinline__ uint4 load_chunk(const uint16_t* from) {
   return words;
 }
 
-// The launch adds the memory of Q and of the stages.
+// Q and the stages follow in memory.
 template <typename I>
 struct alignas(1024) Sm90Shared {
-  Walk walks[I::kShape.producer_warps()];  // each warp walks for itself; the first one's has what the CTA joins
-  GivenTile given[2 * I::kQs];             // also one whose output may not be written yet
+  Walk walks[I::kShape.producer_warps()];  // per warp; the first has the cuts
+  GivenTile given[2 * I::kQs];             // includes one in the epilogue
   TreeWindow given_rows[I::kQs][I::kMTile];
   KeyReader readers[I::kShape.producer_warps()];
   uint64_t full[I::kShape.max_stages()][I::kParts], empty[I::kShape.max_stages()][I::kParts];
-  uint64_t is_given[I::kQs], is_used[I::kQs];   // a Q and given_rows
-  unsigned is_poisoned;                         // whether a row tile is: see join()
-  RowSpan counted[I::kShape.producer_warps()];  // as of GivenTile, if queries come one by one; each warp's own
+  uint64_t is_given[I::kQs], is_used[I::kQs];   // a Q with given_rows
+  unsigned is_poisoned;                         // true if a row tile is: see join()
+  RowSpan counted[I::kShape.producer_warps()];  // per warp; GivenTile::counted of single queries
   uint32_t seen[2][I::kShape.producer_warps()][I::kWords];
-  KeyRow rows[I::kLatent ? 1 : 2][I::kShape.keys];  // where V comes later than K, of two stages
+  KeyRow rows[I::kLatent ? 1 : 2][I::kShape.keys];  // two stages: V comes after the next K
 #if defined(PAGEDTREE_TRACE)
   uint32_t traced[3];
 #endif
-  // What groups with the same rows tell each other, and before the factors of scores.
+  // Exchanged between groups with the same rows; first used for score factors.
   float of_rows[I::kShape.column_warps][I::kLatent || I::kScalesRows ? I::kMTile : 1];
 
-  // A group's rows of the Q of the row tile that was given as number `given`.
   __device__ __forceinline__ unsigned char* q(uint32_t group, uint32_t given = 0) {
     return reinterpret_cast<unsigned char*>(this) + I::kShape.header_bytes() + given % I::kQs * I::kShape.q_bytes() +
            group * I::QRows::kBytes;
@@ -109,8 +103,8 @@ struct alignas(1024) Sm90Shared {
   }
   __device__ __forceinline__ KeyRow (&rows_of(int32_t stage))
       [I::kShape.keys] { return rows[I::kLatent ? 0 : stage / I::kTiles & 1]; }
-  // Called by one thread. Each producing thread arrives at `full`, each multiplying warp at `empty`; of a latent part,
-  // the warps of the group that has used it for scores, and those of the group that has used it as values.
+  // Called by one thread. Producer threads arrive at `full`, consumer warps at `empty`. A latent part is released by
+  // two groups: as keys and as values.
   __device__ __forceinline__ void init_barriers(int stages) {
 #pragma unroll 1
     for (int i = 0; i < stages; ++i) {
@@ -121,7 +115,7 @@ struct alignas(1024) Sm90Shared {
       }
     }
     for (uint32_t i = 0; i < I::kQs; ++i) {
-      ptx::mbar_init(&is_given[i], 2 * I::kProducers);  // each when it has written, and when its copies have arrived
+      ptx::mbar_init(&is_given[i], 2 * I::kProducers);  // per thread: its writes, and its copies
       ptx::mbar_init(&is_used[i], I::kShape.warps());
     }
     ptx::fence_mbar_init();
@@ -132,7 +126,7 @@ struct alignas(1024) Sm90Shared {
   }
 };
 
-// A role's place in the ring. `parity` is that of the phases of `full` and, reversed, of `empty`.
+// A role's position in the ring. `parity` is of the phase of `full` and, inverted, of `empty`.
 struct RingPlace {
   int stage = 0;
   uint32_t parity = 0;
@@ -146,9 +140,9 @@ struct RingPlace {
   }
 };
 
-// What windows leave of a tree: to the rows of a tile, and to the thread's. Each producing warp finds it for itself.
+// Bounds of tree windows, for the tile's rows and the thread's row. Each producer warp computes them.
 struct TreeWindows {
-  int32_t lowest = 0, plain_begin = 0;  // as of KeyBounds; without windows 0
+  int32_t lowest = 0, plain_begin = 0;  // as in KeyBounds; 0 without windows
   TreeWindow row{0, 0};
 
   __device__ __forceinline__ void find(const AttentionParams& p, const RowTile& tile, uint32_t thread) {
@@ -164,24 +158,23 @@ struct TreeWindows {
     lowest = __reduce_min_sync(kWholeWarp, lowest);
     plain_begin = __reduce_max_sync(kWholeWarp, plain_begin);
   }
-  // What the rows have in common. The later a causal row, the later its keys begin and end.
+  // Returns the tile's bounds. Causal ranges begin and end later for later rows.
   __device__ __forceinline__ KeyBounds bounds(const AttentionParams& p, const RowTile& tile, int32_t kv_end) const {
     const Visibility early = tile.visibility(p, 0, {lowest, 0}), late = tile.visibility(p, tile.rows, {plain_begin, 0});
-    // A stage that goes beyond the last KV tile has keys that do not count.
+    // A stage may extend past the last KV tile; those keys are masked.
     const auto end = static_cast<int32_t>(min_of<uint32_t>(INT32_MAX, kv_end * uint32_t{kKvTile}));
     return {early.begin, min_of(late.highest(), end), late.begin, min_of(early.end, end)};
   }
 };
 
-// Gives one row tile after another, and fills the ring for it. Stages that all rows see come by TMA where there are
-// maps, the others row by row.
+// Producer: publishes row tiles and fills the ring. Unmasked stages use TMA where maps exist, others cp.async per row.
 template <typename I>
 class Producer {
  public:
   __device__ __forceinline__ Producer(const AttentionParams& params, const CallShape& call, const CacheMaps& maps,
                                       Sm90Shared<I>& of_cta)
       : p_(params), call_(call), maps_(maps), shared_(of_cta) {}
-  bool by_query = false;  // whether the range comes again, query by query: see join()
+  bool by_query = false;  // true in the pass by query: see join()
 
   // A tile without rows ends the range.
   __device__ __forceinline__ void produce(Walk& own, const TreeWindows& windows) {
@@ -189,9 +182,9 @@ class Producer {
     const KeyBounds bounds = windows.bounds(p_, tile, own.kv_end);
     StageRange stages = StageRange::of<I>(bounds, own.at.kv_tile, own.kv_end);
     stages.first = min_of(stages.first, stages.end);
-    KeyReader& reader = shared_.readers[thread() / 32];    // in memory, as few registers are left to producers
-    __syncwarp();                                          // that of the row tile before is not read any more
-    reader.open(p_, tile, bounds.highest, thread() % 32);  // keys behind it read as zero
+    KeyReader& reader = shared_.readers[thread() / 32];    // in memory: producers have few registers
+    __syncwarp();                                          // after all reads of the previous reader
+    reader.open(p_, tile, bounds.highest, thread() % 32);  // later keys are zero
     __syncwarp();
     KeyBounds boxes = bounds;
     if (maps_.box == 0) boxes.plain_end = 0;
@@ -199,12 +192,12 @@ class Producer {
     const auto find_page = [&](int32_t stage) {
       return reader.page(p_, stage * kKvTile + (has_boxes(stage) ? key_of_box() : own_key()));
     };
-    // V of keys that no row sees may hold anything: it is not read. K may, because their scores are not used.
+    // Masked V rows may hold NaN and are not read. Masked K rows may be: their scores are unused.
     const auto write_rows = [&](int32_t stage, int32_t page) {
       if (has_boxes(stage)) return;
       const int32_t first_key = stage * kKvTile, key = own_key();
       const bool is_seen = bounds.all_see(first_key, kKeys) || any_row_sees(tile, bounds, windows.row, first_key, key);
-      __syncwarp();  // the rows that stood here before are read
+      __syncwarp();  // after all reads of the previous rows
       if (thread() % 32 < kOwnKeys) {
         KeyRow row = reader.template row<typename I::Kv>(p_, first_key + key, page);
         if (!is_seen) (I::kLatent ? row.k : row.v) = nullptr;
@@ -212,7 +205,7 @@ class Producer {
       }
       __syncwarp();
     };
-    // Where there is one Q, that of a later row tile waits until the one before is used up. Its second K need not.
+    // With a single Q, the next tile's Q waits for its release, so its second K is issued first.
     const bool waits = I::kQs == 1 && !I::kLatent && given_ > 0 && stages.first + kTiles < stages.end;
     const int32_t gives_at = stages.first + (waits ? kTiles : 0);
     int32_t page_before = -1, page = -1;
@@ -220,7 +213,7 @@ class Producer {
       const int32_t last = stage - kTiles, next = stage + kTiles;
       const int32_t next_page = next < stages.end ? find_page(next) : -1;
       if (stages.first <= stage && stage < stages.end) {
-        // Codes of a pair's first latent stage are decoded while the second one's arrive.
+        // A pair's first latent stage is decoded while the second one is in flight.
         const bool has_second = (stage - stages.first) % 2 == 0 && next < stages.end;
         has_boxes(stage) ? fill_boxes(maps_.k, tile, stage, page)
                          : fill_rows(shared_.rows_of(stage), &KeyRow::k, I::kLatent && has_second);
@@ -236,15 +229,15 @@ class Producer {
     if constexpr (I::kDecodes) decode_parts(0);
   }
 
-  // The end, which was given last, is used up, too.
+  // Releases the end marker, the last tile published.
   __device__ __forceinline__ void use_up_end() {
     if (thread() % 32 < I::kConsumers / I::kProducers) ptx::mbar_arrive(&shared_.is_used[(given_ - 1) % I::kQs]);
   }
-  // All that was produced arrives before the thread ends.
+  // Drains the copies before the thread exits.
   __device__ __forceinline__ void finish() { ptx::cp_async_wait<0>(); }
 
  private:
-  // Once the scores of the row tile are used up whose Q was in the same place.
+  // Publishes the work tile once its Q buffer has been released.
   __device__ __forceinline__ void give(Walk& own, const KeyBounds& bounds, const TreeWindow& row, bool with_q) {
     if (thread() == 0 && own.tile.rows > 0 && !own.is_whole() && !by_query) note_cut(own, pieces_of<I>(call_));
     const uint32_t place = given_ % I::kQs;
@@ -259,8 +252,8 @@ class Producer {
     ptx::cp_async_mbar_arrive(&shared_.is_given[place]);
     ++given_;
   }
-  // To where wgmma expects it: 0 behind the last row of whole groups, and behind the last column.
-  __device__ __forceinline__ void copy_q(TileRows tile) {  // in registers, as copies may change memory
+  // Copies Q for wgmma; zeros past the last row of whole groups and past the last column.
+  __device__ __forceinline__ void copy_q(TileRows tile) {  // by value: copies may change memory
     constexpr uint32_t kChunks = I::kHeadDim / 8, kLanes = min_of<uint32_t>(kChunks, 32),
                        kRows = I::kProducers / kLanes;
     const uint32_t chunks = static_cast<uint32_t>(p_.head_dim) / 8, rows = ceil_div(tile.rows, kGroup) * kGroup;
@@ -287,10 +280,10 @@ class Producer {
   static constexpr uint32_t kPanelBytes = I::kPanelBytes, kGroup = I::kGroupRows;
   static constexpr int32_t kPanels = I::kPartPanels;
   using PanelRows = Panels<128, kKeys>;
-  // Read each time, instead of being kept in a register. The producers' threads come last.
+  // Recomputed to save a register. Producer threads follow the consumers.
   __device__ __forceinline__ static uint32_t thread() { return ptx::thread_index() - I::kConsumers; }
 
-  // A warp finds the addresses of the rows that it copies itself: those of kRowsAtOnce neighbouring keys in each step.
+  // The keys whose addresses a warp finds: it copies kRowsAtOnce neighbours per step.
   static constexpr uint32_t kOwnKeys = kKeys / I::kShape.producer_warps();
   static constexpr uint32_t kRowsAtOnce = I::kDecodes ? 8 : 4;
 
@@ -303,13 +296,12 @@ class Producer {
   __device__ __forceinline__ RowSpan counted(const RowTile& tile) const {
     return by_query ? shared_.counted[thread() / 32] : RowSpan{0, tile.rows};
   }
-  // Whether a row that counts sees the key, which is read; each thread knows what its own row of a tree sees. There all
-  // producers meet.
+  // True if a stored row attends to the key. Each thread computes its row's mask. Synchronizes the producers.
   __device__ __forceinline__ bool any_row_sees(const RowTile& tile, const KeyBounds& bounds, const TreeWindow& row,
                                                int32_t first_key, int32_t key) {
     if (tile.tree_len < 0 && !by_query) return first_key + key >= bounds.lowest;
     const Visibility mine = tile.visibility(p_, thread(), row);
-    auto& seen = shared_.seen[calls_++ & 1];  // the other one may still be read
+    auto& seen = shared_.seen[calls_++ & 1];  // double-buffered
 #pragma unroll 1
     for (int w = 0; w < I::kWords; ++w) {
       const uint32_t word = counted(tile).has(thread()) ? mine.visible32(first_key + w * kMaskWordBits) : 0;
@@ -323,8 +315,7 @@ class Producer {
     return (any >> key % kMaskWordBits & 1u) != 0;
   }
 
-  // A thread copies one box: some slots of one panel. Neighbouring boxes are different warps', as a warp starts its
-  // boxes one after another, some 100 cycles each.
+  // One box per thread, neighbours in different warps: a warp issues its boxes serially, about 100 cycles each.
   __device__ __forceinline__ static uint32_t own_box() {
     constexpr uint32_t kStarters = PAGEDTREE_STARTERS, kNone = 1u << 16;
     const bool starts = kStarters == I::kShape.producer_warps() || thread() / 32 < kStarters;
@@ -335,14 +326,14 @@ class Producer {
   }
   __device__ __forceinline__ void fill_boxes(const ptx::TensorMap& map, const RowTile& tile, int32_t stage,
                                              int32_t page) {
-    constexpr int32_t kTogether = I::kTogether;  // panels of a box
+    constexpr int32_t kTogether = I::kTogether;  // panels per box
     const auto panel = static_cast<int32_t>(own_box() * static_cast<uint32_t>(maps_.box) / kKeys) * kTogether;
     const int32_t key = key_of_box();
     const auto offset = static_cast<int32_t>(p_.by_page_size.remainder(static_cast<uint32_t>(stage * kKvTile + key)));
-    // A page that the cache lacks is behind the map's last one, and reads as zeros.
+    // An invalid page is past the map's end and reads as zeros.
     const auto inside = static_cast<int32_t>(min_of(static_cast<uint32_t>(page), p_.pages_end));
     const int32_t map_page = inside * maps_.page_heads + tile.kv_head * maps_.head_pages;
-#pragma unroll 1  // few registers are left to producers
+#pragma unroll 1  // producers have few registers
     for (int32_t part = 0; part < I::kParts; ++part) {
       const int32_t first = part * kPanels, panels = panels_of(part);
       wait_until_empty(part);
@@ -361,21 +352,19 @@ class Producer {
     place_.advance(call_.stages);
   }
 
-  // The thread's chunks of each panel: of every kRowsAtOnce * kShape.producer_warps()th key.
+  // A thread's chunks per panel: every kRowsAtOnce * producer_warps()th key.
   static constexpr uint32_t kWidth = 32 / kRowsAtOnce, kStep = I::kProducers / kWidth, kSteps = kKeys / kStep;
-  // Where the thread's first chunk of the first panel lies. Codes arrive where the first half of what they become will
-  // be, so that each thread decodes in place, and alone, what it has copied.
+  // Offset of the first chunk. Codes go where the first half of their fp16 values will be, to be decoded in place.
   __device__ __forceinline__ static uint32_t first_chunk() {
     const uint32_t row = thread() / kWidth;
     return row / 8 * I::kEightKeys + PanelRows::offset(row % 8, thread() % kWidth * (8 / kWidth));
   }
   static constexpr uint32_t kStepBytes = kStep / 8 * I::kEightKeys;
 
-  // Fills the next stage with K or V.
   __device__ __forceinline__ void fill_rows(const KeyRow (&rows)[kKeys], const char* KeyRow::* which,
                                             bool decodes_later = false) {
     const uint32_t to = ptx::smem_addr(shared_.stage(place_.stage)) + first_chunk();
-    constexpr uint32_t kAtOnce = min_of<uint32_t>(kSteps, 4);  // few registers are left to producers
+    constexpr uint32_t kAtOnce = min_of<uint32_t>(kSteps, 4);  // producers have few registers
 #pragma unroll 1
     for (int32_t part = 0; part < I::kParts; ++part) {
       const int32_t panels = panels_of(part);
@@ -407,11 +396,11 @@ class Producer {
     place_.advance(call_.stages);
     if constexpr (I::kDecodes) {
       copied_ += I::kParts;
-      decode_parts(I::kLatent ? (decodes_later ? I::kParts : 0) : 2);  // which arrive meanwhile
+      decode_parts(I::kLatent ? (decodes_later ? I::kParts : 0) : 2);  // overlaps the new copies
     }
   }
 
-  // Decodes the oldest parts that have been copied, until `left` are left.
+  // Decodes the oldest copied parts until `left` remain.
   __device__ __forceinline__ void decode_parts(int left) {
 #pragma unroll 1
     for (; copied_ > left; --copied_) {
@@ -439,7 +428,7 @@ class Producer {
       ptx::mbar_arrive(&shared_.full[stage][part]);
     }
   }
-  // A part's panels of 64 columns: latent rows may have fewer than the stage has room for.
+  // Returns a part's panels of 64 columns; latent rows may not fill the stage.
   __device__ __forceinline__ int32_t panels_of(int32_t part) const {
     return I::kLatent ? min_of(kPanels, p_.head_dim / 64 - part * kPanels) : kPanels;
   }
@@ -454,9 +443,9 @@ class Producer {
   const CacheMaps& maps_;
   Sm90Shared<I>& shared_;
   RingPlace place_;
-  uint32_t given_ = 0;  // how many row tiles
+  uint32_t given_ = 0;  // row tiles published
   uint32_t calls_ = 0;  // of any_row_sees()
-  int copied_ = 0;      // parts with codes that are not decoded yet
+  int copied_ = 0;      // parts not yet decoded
 };
 
 }  // namespace pagedtree::cuda

@@ -1,12 +1,11 @@
-// Wide values: shared memory, and the copies from the cache.
+// Wide values: shared memory and copies from the cache.
 #pragma once
 
 #include "cuda/attention/stage.cuh"
 
 namespace pagedtree::cuda {
 
-// A row tile has a lane for each row, a stage a bit of a word for each key; the launch adds the memory of the stages.
-// V's columns lie in the same places as K's first ones: panels do not depend on how many there are.
+// One lane per row, one mask bit per key. Stages follow in memory. V has the offsets of K's first columns.
 template <typename I>
   requires(I::kShape.is_wide())
 struct alignas(128) Shared<I> {
@@ -17,12 +16,12 @@ struct alignas(128) Shared<I> {
   Walk walk;
   KeyBounds bounds;
   KeyReader reader;
-  float4 tops[I::kMTile];  // the largest scores of a row in a stage, by the warp that weighs them
+  float4 tops[I::kMTile];  // maxima per row and softmax warp
   float factors[I::kScalesRows ? I::kMTile : 1];
   union alignas(128) {
-    float4 dots[kWarps][I::kAtoms][32];  // of the keys that a warp weighs: what its partner has multiplied
+    float4 dots[kWarps][I::kAtoms][32];  // the partner's partial sums of a warp's keys
     unsigned char weights[WeightRows::kBytes];
-    float2 states[kWarps * I::kMTile];  // maximum and sum of each row, of the keys that each warp has weighed
+    float2 states[kWarps * I::kMTile];  // maximum, sum per row and warp's keys
   };
   alignas(128) unsigned char q[I::QRows::kBytes];
 
@@ -32,14 +31,13 @@ struct alignas(128) Shared<I> {
   __device__ __forceinline__ float* out() { return reinterpret_cast<float*>(q); }
 };
 
-// The word of a stage's keys that row `lane` sees. It is found again where it is needed, as only few stages need it.
+// Returns row `lane`'s mask of a stage. Recomputed at use: few stages need it.
 __device__ __forceinline__ uint32_t keys_seen_by_lane(const AttentionParams& p, const RowTile& tile, uint32_t lane,
                                                       int32_t first_key) {
   return lane < tile.rows ? row_visibility(p, tile, lane).visible32(first_key) : 0;
 }
 
-// The ring of a row tile's stages: K and V in turn, or in a latent cache rows that are both. Each warp copies 8 keys of
-// a stage, whose page ids its lanes have read one stage before.
+// Ring of alternating K and V stages, or latent ones. Each warp copies 8 keys; their page ids came a stage earlier.
 template <typename I>
 class WideRing {
  public:
@@ -52,7 +50,7 @@ class WideRing {
         end_(range.end * sides()),
         page_(page_of_next()) {}
 
-  // Starts the copies of the next stage, if there is one. Its place must be free.
+  // Issues the next stage's copies, if any, into a free slot.
   __device__ __forceinline__ void start() {
     if (next_ < end_) {
       copy();
@@ -63,7 +61,7 @@ class WideRing {
     ptx::cp_async_commit();
   }
 
-  // Waits for a stage; all that came before it may be overwritten now, as all threads meet here.
+  // Waits for a stage. Its barrier frees all earlier ones.
   __device__ __forceinline__ uint32_t wait() {
     wait_for_stage(stages_);
     __syncthreads();
@@ -76,7 +74,6 @@ class WideRing {
   static constexpr int kKeys = I::kShape.keys;
 
   __device__ __forceinline__ int32_t sides() const { return p_.latent ? 1 : 2; }
-  // The first key of the stage after those whose copies have started.
   __device__ __forceinline__ int32_t first_key() const { return next_ / sides() * kKeys; }
   __device__ __forceinline__ static uint32_t key_of_lane() {
     const uint32_t thread = ptx::thread_index();
@@ -86,8 +83,7 @@ class WideRing {
     return next_ < end_ ? shared_.reader.page(p_, first_key() + static_cast<int32_t>(key_of_lane())) : -1;
   }
 
-  // The row of the lane's key in K or V; null: it reads as zero. So do keys that no row of the tile sees, which may
-  // hold anything.
+  // Returns the lane's row of K or V, or null for zeros: also for fully masked keys, which may hold NaN.
   __device__ __forceinline__ const char* row_of_lane(bool is_value) const {
     const KeyReader& reader = shared_.reader;
     const uint32_t key = key_of_lane();
@@ -135,8 +131,8 @@ class WideRing {
   const AttentionParams& p_;
   Shared<I>& shared_;
   const int stages_;
-  int filled_ = 0, used_ = 0;  // the places of the next copies, and of the next stage to wait for
-  int32_t next_, end_;         // stages, K and V counted apart
+  int filled_ = 0, used_ = 0;  // slots of the next copy and wait
+  int32_t next_, end_;         // stages; K and V count separately
   int32_t page_;               // of the lane's key in stage next_
 };
 

@@ -1,5 +1,4 @@
-// When the roles of three CTAs of the kernel for wgmma came to what: with -DPAGEDTREE_TRACE, for
-// benchmarks/read_trace.py; without, nothing.
+// Event trace of the wgmma kernel's roles in three CTAs, with -DPAGEDTREE_TRACE, for benchmarks/read_trace.py.
 #pragma once
 
 #include "cuda/tile/ptx.cuh"
@@ -28,14 +27,14 @@ enum TraceEvent : uint32_t {
 };
 
 #if defined(PAGEDTREE_TRACE)
-constexpr uint32_t kTraced = 6000;  // events of a role
+constexpr uint32_t kTraced = 6000;  // events per role
 struct Trace {
-  uint64_t events[3][3][kTraced];  // of the first, middle and last CTA, by role; the event in the upper 8 bits
+  uint64_t events[3][3][kTraced];  // [first, middle, last CTA][role]; event in the upper 8 bits
   uint32_t counts[3][3];
 };
 static __device__ Trace trace_log;
 
-// A thread of each group and of the producers writes.
+// One thread per consumer group and one producer write.
 template <typename I, typename Shared>
 __device__ __forceinline__ void trace(Shared& shared, TraceEvent event) {
   const uint32_t thread = threadIdx.x, cta = blockIdx.x, last = gridDim.x - 1;
@@ -47,7 +46,7 @@ __device__ __forceinline__ void trace(Shared& shared, TraceEvent event) {
   trace_log.counts[slot][role] = i + 1;
 }
 
-// The host's copy, after which the log is empty. Returns a cudaError_t.
+// Copies the log to the host and clears it. Returns a cudaError_t.
 inline int take_trace(Trace* to) {
   static Trace empty{};
   const cudaError_t status = cudaMemcpyFromSymbol(to, trace_log, sizeof(Trace));

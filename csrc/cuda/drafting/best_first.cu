@@ -1,3 +1,5 @@
+// Best-first search: the next node is the best child of all nodes so far, hence one warp per sequence. Unordered levels
+// need two passes over K candidates per node.
 #include "core/best_first.h"
 #include "cuda/append_children.cuh"
 #include "cuda/backend.h"
@@ -8,14 +10,14 @@ namespace pagedtree::cuda {
 namespace {
 
 constexpr int kLanes = 32;
-constexpr int32_t kCopies = 2048;  // candidates that are copied to shared memory, if there are no more
+constexpr int32_t kCopies = 2048;  // candidates that fit in shared memory
 
 struct BestFirstShared {
   BestFirstTree tree;
   float candidates[kCopies];  // [levels, num_candidates]
 };
 
-// A candidate for the children of a node at this depth, -inf if there is none.
+// Returns a candidate child of a node at this depth, or -inf.
 template <bool kCopied>
 __device__ __forceinline__ float candidate(const BestFirstTreeParams& p, int64_t b, int32_t depth, int32_t rank) {
   if (depth >= reachable_levels(p) || rank >= p.num_candidates) return -kInfinity;
@@ -23,7 +25,7 @@ __device__ __forceinline__ float candidate(const BestFirstTreeParams& p, int64_t
   return ptx::shared<BestFirstShared>().candidates[depth * p.num_candidates + rank];
 }
 
-// The child that comes after `last` of a node at this depth, by all lanes for the same node.
+// Returns the child after `last` of a node at this depth, by all lanes.
 __device__ __forceinline__ RankedChild search_level(const BestFirstTreeParams& p, int64_t b, int32_t depth, float joint,
                                                     RankedChild last) {
   const RankedChild child =
@@ -33,12 +35,10 @@ __device__ __forceinline__ RankedChild search_level(const BestFirstTreeParams& p
   return {ScalarMath::bits<float>(best), static_cast<int32_t>(__reduce_min_sync(~0u, rank))};
 }
 
-// Whether children of a node at this depth have to be searched for.
 __device__ __forceinline__ bool is_unordered(const BestFirstTreeParams& p, const BestFirstTree& tree, int32_t depth) {
   return depth < reachable_levels(p) && tree.out_of_order[depth] != 0;
 }
 
-// A node, its depth and log-probability, its next child.
 struct OpenNode {
   int32_t node = -1, depth = 0;
   float joint = 0.0f;
@@ -57,7 +57,7 @@ struct OpenNode {
   }
 };
 
-// The joint log-probabilities of the nodes' next children, -inf if there is none; a lane has those of every 32nd node.
+// Joint log-probabilities of the nodes' next children, or -inf; a lane has every 32nd node.
 template <int kSlots>
 struct NextChildren {
   float joints[kSlots];
@@ -69,8 +69,8 @@ struct NextChildren {
     for (int slot = 0; slot < kSlots; ++slot) joints[slot] = node_of(slot) == node ? joint : joints[slot];
   }
 
-  // The node whose next child comes first of all, none if none has a next child. Sums are never above 0, and never -0,
-  // so that the best one has the least bits. Each lane reads its own best node before it is known which one wins.
+  // Returns the node with the best next child, or none. Sums are negative or +0: the best has the smallest bits. Each
+  // lane loads its own best node before the winner is known.
   __device__ __forceinline__ OpenNode first(const BestFirstTree& tree) const {
     float joint = joints[0];
     int32_t node = node_of(0);
@@ -84,14 +84,14 @@ struct NextChildren {
     const OpenNode own(tree, node);
     const uint32_t bits = ScalarMath::bits<uint32_t>(joint), best = __reduce_min_sync(~0u, bits);
     const uint32_t lanes = __ballot_sync(~0u, bits == best), tied = __ballot_sync(~0u, bits == best && ties);
-    if ((lanes & (lanes - 1)) != 0 || tied != 0) {  // seldom: paths have to be compared
+    if ((lanes & (lanes - 1)) != 0 || tied != 0) {  // ties are rare: compare paths
       if (best == ScalarMath::bits<uint32_t>(-kInfinity)) return {};
       return {tree, first_in_order(tree, ScalarMath::bits<float>(best))};
     }
     return own.of_lane(__ffs(static_cast<int>(lanes)) - 1);
   }
 
-  // The first of the nodes whose next children have this log-probability.
+  // Returns the first, in path order, of the nodes whose next child has this log-probability.
   __device__ __forceinline__ int32_t first_in_order(const BestFirstTree& tree, float joint) const {
     int32_t first = -1;
 #pragma unroll 1
@@ -108,10 +108,10 @@ struct NextChildren {
   }
 };
 
-// Notes which levels are not in descending order, and copies candidates; returns whether any level is not.
+// Records the levels out of descending order and copies candidates. Returns true if there are any.
 template <bool kCopied>
 __device__ __forceinline__ bool check_levels(const BestFirstTreeParams& p, int64_t b, BestFirstTree& tree) {
-  constexpr int kLoads = 4;  // of pairs, on their way together
+  constexpr int kLoads = 4;  // pairs in flight
   const uint32_t lane = threadIdx.x, levels = static_cast<uint32_t>(reachable_levels(p));
   const uint32_t width = static_cast<uint32_t>(p.num_candidates);
   for (uint32_t level = lane; level < levels; level += kLanes) tree.out_of_order[level] = 0;
@@ -148,9 +148,7 @@ __device__ __forceinline__ bool check_levels(const BestFirstTreeParams& p, int64
   return __any_sync(~0u, any) != 0;
 }
 
-// One warp per sequence: a node follows from the one before, so the nodes are found one after the other, each by all
-// lanes. Sequences share nothing. A node needs two passes over K candidates, its parent's and its own, where these are
-// not in descending order. The tree has at most 32 * kSlots nodes; with fewer than 32 slots, candidates are copied.
+// At most 32 * kSlots nodes. Below 32 slots, candidates are copied to shared memory.
 template <int kSlots>
 __global__ void __launch_bounds__(kLanes, 1) best_first_kernel(const __grid_constant__ BestFirstTreeParams p) {
   constexpr bool kCopied = kSlots < kLanes;

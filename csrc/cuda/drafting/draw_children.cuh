@@ -1,5 +1,5 @@
-// Draws a draft node's children from the filtered distribution of its row of logits, and writes that distribution. A
-// whole CTA or a cluster works on one node; its first CTA has the children.
+// Draws children from a node's filtered distribution, and writes it. One CTA or cluster per node; the first CTA has
+// all.
 #pragma once
 
 #include "core/drafting.h"
@@ -15,9 +15,9 @@ struct ChildrenShared {
   TopShared top;
   uint64_t targets[kMaxTreeNodes];
 };
-static_assert(sizeof(ChildrenShared) <= 99 << 10);  // what every GPU from sm_80 on gives
+static_assert(sizeof(ChildrenShared) <= 99 << 10);  // all GPUs from sm_80
 
-// Tokens as integer masses; probabilities are mass / total. A token without mass has probability 0 and is never drawn.
+// Integer masses: p = mass / total. A token without mass has probability 0 and is never drawn.
 template <DType kDType>
 struct Masses {
   LogitReader<kDType> row;
@@ -60,13 +60,12 @@ struct Masses {
   }
 };
 
-// Draws without replacement: the best tokens by log-mass + Gumbel noise (Kool et al., ICML 2019).
+// Sampling without replacement: top tokens by log-mass + Gumbel noise (Kool et al., ICML 2019).
 template <DType kDType>
 struct NoisyMasses {
   const LogitReader<kDType>& row;
 
-  // An upper bound of the scores in a word whose first token this is, given the largest of its masses. Not inlined, as
-  // it is used twice.
+  // Returns an upper bound of a word's scores, from its first token and largest mass. Not inlined: called twice.
   static __device__ __attribute__((noinline)) float bound(uint32_t token, uint32_t most) {
     const ChildrenDraw& draw = ptx::shared<ChildrenShared>().draw;
     uint32_t words[4];
@@ -76,7 +75,7 @@ struct NoisyMasses {
     return most == 0 ? -kInfinity : log_mass + noise_bound<ScalarMath>(word_of_run(group, words));
   }
 
-  // See list_best(). Not inlined, as it is long.
+  // See list_best(). Not inlined: long.
   static __device__ __attribute__((noinline)) uint64_t best_of(int index, uint64_t least, uint64_t end,
                                                                TopShared* candidates) {
     const ChildrenShared& shared = ptx::shared<ChildrenShared>();
@@ -99,9 +98,8 @@ struct NoisyMasses {
   }
 };
 
-// Independent draws: child r is the first token whose cumulative mass exceeds a 64-bit fraction of the total. Draws
-// those that fall into the words of a warp, one of each lane with the mass `own`; before them the masses are `before`,
-// which moves on.
+// Independent draws: child r is the first token whose cumulative mass exceeds a 64-bit fraction of the total. Draws the
+// children in a warp's words; a lane has mass `own`, and `before` precedes the warp.
 template <DType kDType>
 __device__ __forceinline__ void draw_in_words(const Masses<kDType>& masses, int index, const uint4& word, uint64_t own,
                                               uint64_t& before, const uint64_t* targets, const ChildrenDraw& draw) {
@@ -146,7 +144,7 @@ __device__ __forceinline__ void draw_children(const LogitRow& logits, const Samp
   float largest = -kInfinity, scale = 0.0f;  // the largest bound
   int index_of_largest = 0;
   int32_t size = draw.count;
-  // Weighs all tokens, then writes them and draws independent ones. One loop, so that there is one copy of its code.
+  // First pass: masses and bounds. Second pass: probabilities, independent draws. One loop: one copy of the code.
 #pragma unroll 1
   for (bool writes = false;; writes = true) {
     row.each_word(
@@ -198,7 +196,7 @@ __device__ __forceinline__ void draw_children(const LogitRow& logits, const Samp
       size = list_best(NoisyMasses<kDType>{row}, order_key<ScalarMath>(largest), draw.count, shared.top);
     }
   }
-  ptx::meet_cluster();  // all tokens are drawn, the distribution is written
+  ptx::meet_cluster();  // all tokens and probabilities are written
   if (ptx::cluster_rank() != 0) return;
   for (int32_t r = threadIdx.x; r < draw.count; r += blockDim.x) {
     if (!kIndependent) draw.tokens[r] = r < size ? ranked_id(shared.top.best[r]) : -1;

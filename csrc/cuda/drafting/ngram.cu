@@ -1,3 +1,5 @@
+// Proposes continuations of earlier n-grams. A cluster per sequence finds places, and its first CTA grows the trie: in
+// scratch, as its place depends on the other sequences' sizes, except for a batch of one.
 #include "core/ngram.h"
 #include "cuda/backend.h"
 #include "cuda/tile/block.cuh"
@@ -8,27 +10,26 @@ namespace {
 
 constexpr int kWarps = 16, kThreads = 32 * kWarps;
 constexpr int kPlaceThreads = 128;
-// As many tokens take one CTA less time than a cluster takes to meet.
+// A single CTA reads this many tokens in less time than a cluster barrier takes.
 constexpr int64_t kTokensOfCta = 4096;
 
 struct NgramShared {
   BlockShared block;
-  int64_t pattern[kMaxNgram];  // the last tokens, the last one first
-  int32_t pattern_size;        // how many of them come after the last negative one
-  // How many places each warp of the cluster has found; then, how many the warps before each have, and all together.
+  int64_t pattern[kMaxNgram];  // newest first
+  int32_t pattern_size;        // newer than the last negative token
+  // Places found per warp of the cluster; then their exclusive prefix sums and the total.
   int32_t found[kMaxCluster * kWarps + 1];
-  uint32_t wanted[2][kWarps];  // the lanes of each warp that have a path to add
+  uint32_t wanted[2][kWarps];  // lanes per warp with a path to add
   TrieSize size;
   int64_t tokens[kMaxTreeNodes];
   int32_t links[4][kMaxTreeNodes];
 };
 
-// Two tokens of a text, loaded by one instruction.
+// Two tokens in one load.
 struct alignas(16) TokenPair {
   int64_t older, newer;
 };
 
-// Copies the pattern to shared memory, by the first warp.
 __device__ __forceinline__ void load_pattern(NgramShared& shared, const NgramTexts& texts, int32_t max_ngram) {
   if (threadIdx.x >= 32) return;
   const int32_t count = texts.most_tokens(max_ngram), lane = static_cast<int32_t>(threadIdx.x);
@@ -44,30 +45,29 @@ __device__ __forceinline__ void load_pattern(NgramShared& shared, const NgramTex
   if (lane == 0) shared.pattern_size = size;
 }
 
-// A text, and the number of its most recent place.
+// A text and the index of its newest place.
 struct NumberedText {
   const int64_t* tokens;
   int64_t size;
   int64_t first_place;
 };
 
-// Lists the places of the text that come directly after `token`, of those from `begin` to `end`, by one warp, behind
-// the `count` places that are in the list. Returns how many these are then.
+// Appends the places in [begin, end) directly after `token` to `count` listed ones, by one warp. Returns the new count.
 __device__ __forceinline__ int32_t list_places(const NumberedText& text, int64_t begin, int64_t end, int64_t token,
                                                int32_t* places, int32_t count) {
-  constexpr int kLoads = 8;                                     // on their way together
+  constexpr int kLoads = 8;                                     // in flight
   const int64_t last_place = text.first_place + text.size - 2;  // after the first token
   begin = max_of(begin, text.first_place);
   end = min_of(end, last_place + 1);
   if (begin >= end) return count;
-  // The tokens before these places, in descending order. Pairs are aligned, so that one may reach over an end.
+  // Tokens before these places, newest first. Aligned pairs may cross an end.
   const int64_t newest = last_place - begin, oldest = last_place - (end - 1);
   const int64_t shift = static_cast<int64_t>(reinterpret_cast<uintptr_t>(text.tokens) / sizeof(int64_t) % 2);
   const int64_t lowest = (oldest + shift) / 2;
   const int32_t lane = static_cast<int32_t>(threadIdx.x % 32);
   const uint32_t lanes_before = (1u << lane) - 1;
   for (int64_t top = (newest + shift) / 2; top >= lowest; top -= kLoads * 32) {
-    const int64_t first = 2 * (top - lane) + 1 - shift;  // the newer token of this lane's first pair
+    const int64_t first = 2 * (top - lane) + 1 - shift;  // the lane's first newer token
     TokenPair pairs[kLoads];
     if (2 * top + 1 - shift <= newest && 2 * (top + 1 - kLoads * 32) - shift >= oldest) {
 #pragma unroll
@@ -100,7 +100,7 @@ __device__ __forceinline__ int32_t list_places(const NumberedText& text, int64_t
   return count;
 }
 
-// How many tokens before the place equal the pattern; the last one does.
+// Returns the number of tokens before the place that equal the pattern, at least 1.
 __device__ __forceinline__ int32_t match_length(const NgramShared& shared, const TextPlace& place) {
   constexpr int kLoads = 4;
   const int32_t most = static_cast<int32_t>(min_of<int64_t>(shared.pattern_size, place.end));
@@ -116,8 +116,7 @@ __device__ __forceinline__ int32_t match_length(const NgramShared& shared, const
   return most;
 }
 
-// Finds the places after the last token, and how much of the text before each equals the pattern: each warp of the
-// cluster those of its part of the texts. Tells the first CTA how many they are.
+// Finds the places after the last token and match lengths, each warp in its share. Publishes counts to the first CTA.
 __device__ __forceinline__ void find_places(const NgramProposeParams& p, int64_t b, NgramShared& shared,
                                             const NgramTexts& texts) {
   const WarpRun run = run_of_warp(static_cast<int32_t>(texts.num_places()));
@@ -142,16 +141,16 @@ __device__ __forceinline__ void find_places(const NgramProposeParams& p, int64_t
   if (lane == 0) *ptx::of_cta(&shared.found[ptx::cluster_rank() * kWarps + threadIdx.x / 32], 0) = count;
 }
 
-// The places that a thread looks at: a part of those that were found, in their order.
+// A thread's share of the places, in order.
 struct FoundPlaces {
   const int32_t* places;
   const uint8_t* lengths;
-  const int32_t* before_warp;  // [number of warps + 1]: how many places the warps before it have found
-  int64_t run_length;          // places among which a warp has looked
+  const int32_t* before_warp;  // [warps + 1]: places of preceding warps
+  int64_t run_length;          // places searched per warp
   int32_t begin, end;
-  int32_t first_warp;  // that has place `begin`
+  int32_t first_warp;  // with place `begin`
 
-  // visit(place, n) for each place from `at` on, until it returns true; returns where that is, `end` if it never does.
+  // Calls visit(place, n) from `at` until it returns true; returns that index, or `end`.
   template <typename Visit>
   __device__ __forceinline__ int32_t find(int32_t at, int32_t& warp, Visit visit) const {
     for (; at < end; ++at) {
@@ -163,7 +162,6 @@ struct FoundPlaces {
   }
 };
 
-// This thread's part of the places, by all threads of the first CTA.
 __device__ __forceinline__ FoundPlaces part_of_thread(const NgramProposeParams& p, int64_t b, NgramShared& shared,
                                                       const NgramTexts& texts) {
   const int32_t warps = static_cast<int32_t>(ptx::cluster_size()) * kWarps, thread = static_cast<int32_t>(threadIdx.x);
@@ -188,21 +186,19 @@ __device__ __forceinline__ FoundPlaces part_of_thread(const NgramProposeParams& 
   return found;
 }
 
-// How many bits are 0 below the lowest one that is set.
+// Returns the number of zeros below the lowest set bit.
 __device__ __forceinline__ int32_t zeros_below(uint32_t bits) { return popcount32(~bits & (bits - 1)); }
 
-// The places of a thread where n-grams of one length match, one after the other: where it is, and how far the trie has
-// what follows.
+// A thread's iterator over places of one match length, and the trie's depth along their continuation.
 struct PlaceWalk {
   int32_t at, warp;    // of FoundPlaces
-  bool wants = false;  // to add `rest`, of which the trie lacks the first token
+  bool wants = false;  // `rest` begins with a token that the trie lacks
   TextPlace place = {};
   TriePath path = {};
-  const int64_t* rest = nullptr;  // the tokens after the path, the first of them, how many they are
+  const int64_t* rest = nullptr;  // after the path, with its first token and length
   int64_t token = -1;
   int32_t left = 0;
 
-  // Goes on in the trie.
   __device__ __forceinline__ void walk(const DraftTrie& trie) {
     trie.walk(place, path);
     rest = place.text + place.end + path.depth;
@@ -211,7 +207,7 @@ struct PlaceWalk {
     wants = token >= 0 && trie.can_add(path.node);
   }
 
-  // Goes on to the next place that would add a node, if there is one.
+  // Advances to the next place that would add a node.
   __device__ __forceinline__ void find_next(const DraftTrie& trie, const NgramTexts& texts, const FoundPlaces& found,
                                             int32_t n, RepeatCheck& check) {
     at = found.find(at, warp, [&](int32_t number, int32_t length) {
@@ -225,7 +221,7 @@ struct PlaceWalk {
   }
 };
 
-// Adds the rest of lane `source`'s path, by one warp. Nodes of the trie are new from the returned one on.
+// Adds the rest of lane `source`'s path, by one warp. Returns the first new node.
 __device__ __forceinline__ int32_t add_path(DraftTrie& trie, const PlaceWalk& mine, int source) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x % 32), first = trie.size.num_nodes;
   const TriePath path{__shfl_sync(~0u, mine.path.node, source), __shfl_sync(~0u, mine.path.depth, source)};
@@ -254,9 +250,8 @@ __device__ __forceinline__ int32_t add_path(DraftTrie& trie, const PlaceWalk& mi
   return first;
 }
 
-// Inserts what follows the places where n-grams of this length match, in their order. All threads look for places that
-// would add a node; then the first warp that has one adds all that its lanes want to. It looks at no place again: one
-// that would add nothing never will.
+// Inserts the continuations of places with this match length, in order. All threads search for places that add a node.
+// The first warp with one adds the places of its lanes and skips places that add nothing: the trie only grows.
 __device__ __forceinline__ void insert_places(NgramShared& shared, DraftTrie& trie, RepeatCheck& check,
                                               const NgramTexts& texts, const FoundPlaces& found, int32_t n,
                                               uint32_t& step) {
@@ -299,11 +294,11 @@ __device__ __forceinline__ void insert_places(NgramShared& shared, DraftTrie& tr
   }
 }
 
-// Grows the trie from what was found, by the first CTA: first what follows the longest n-grams.
+// Grows the trie in the first CTA, longest n-grams first.
 __device__ __forceinline__ void grow_trie(const NgramProposeParams& p, int64_t b, NgramShared& shared,
                                           const NgramTexts& texts, DraftTrie& trie) {
   const FoundPlaces found = part_of_thread(p, b, shared, texts);
-  uint64_t lengths = 0;  // which lengths there are, length n as bit n - 1
+  uint64_t lengths = 0;  // bit n - 1: length n occurs
   int32_t warp = found.first_warp;
   found.find(found.begin, warp, [&](int32_t, int32_t length) {
     if (length >= p.min_ngram) lengths |= uint64_t{1} << (length - 1);
@@ -318,7 +313,6 @@ __device__ __forceinline__ void grow_trie(const NgramProposeParams& p, int64_t b
   }
 }
 
-// Rows of padding, from row `begin` on, of which this thread writes every `step`th.
 __device__ __forceinline__ void write_padding(const NgramProposeParams& p, int64_t begin, int64_t step) {
 #pragma unroll 1
   for (int64_t row = begin; row < p.batch * p.max_nodes; row += step) {
@@ -327,8 +321,6 @@ __device__ __forceinline__ void write_padding(const NgramProposeParams& p, int64
   }
 }
 
-// A cluster for each sequence finds places together, and its first CTA grows the trie. It writes it to scratch, because
-// its place in the result depends on the sizes of the others; a batch of one has no others.
 __global__ void __launch_bounds__(kThreads, 1) ngram_kernel(const __grid_constant__ NgramProposeParams p) {
   auto& shared = ptx::shared<NgramShared>();
   ptx::let_next_kernel_start();
@@ -361,12 +353,12 @@ __global__ void __launch_bounds__(kThreads, 1) ngram_kernel(const __grid_constan
   if (alone && thread < 2) p.cu_nodes[thread] = thread * size;
 }
 
-// Moves the tries to their places, one CTA each, and writes what is behind them.
+// Moves each trie to its place, one CTA each, and writes the padding.
 __global__ void __launch_bounds__(kPlaceThreads, 1) place_tries_kernel(const __grid_constant__ NgramProposeParams p) {
   auto& shared = ptx::shared<BlockShared>();
   ptx::wait_for_kernels_before();
   const int64_t b = blockIdx.x;
-  uint64_t sums = 0;  // nodes of the sequences before this one, and in the upper half of all
+  uint64_t sums = 0;  // nodes before this sequence; upper half: nodes of all
   for (int64_t other = threadIdx.x; other < p.batch; other += kPlaceThreads) {
     const uint64_t size = static_cast<uint64_t>(p.trie_sizes[other]);
     sums += size << 32 | (other < b ? size : 0);
@@ -386,7 +378,7 @@ __global__ void __launch_bounds__(kPlaceThreads, 1) place_tries_kernel(const __g
   write_padding(p, end + b * kPlaceThreads + threadIdx.x, int64_t{gridDim.x} * kPlaceThreads);
 }
 
-// CTAs for each sequence: no more than the texts are long enough for, nor than make all CTAs run at the same time.
+// Returns the CTAs per sequence, limited by the text's length and by SMs: all CTAs run at once.
 unsigned ctas_for(const NgramProposeParams& p) {
   const int64_t width = p.history_width + p.extra_width;
   const unsigned most = static_cast<unsigned>(max_cluster(ngram_kernel));

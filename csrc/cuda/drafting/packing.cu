@@ -7,7 +7,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// One CTA suffices, as a batch is small.
+// One CTA: batches are small.
 __global__ void __launch_bounds__(kThreads, 1) pack_kernel(const __grid_constant__ PackParams p) {
   auto& shared = ptx::shared<BlockShared>();
   ptx::wait_for_kernels_before();

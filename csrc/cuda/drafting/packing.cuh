@@ -1,4 +1,4 @@
-// Ragged trees whose sizes are known only on the device: offsets, and the padding after the last tree.
+// Ragged trees whose sizes are known only on the device: offsets and padding.
 #pragma once
 
 #include "core/ops.h"
@@ -6,7 +6,7 @@
 namespace pagedtree::cuda {
 
 struct PackParams {
-  int32_t* cu_nodes;      // [B + 1]; in: entry b + 1 is the size of tree b; out: offsets
+  int32_t* cu_nodes;      // [B + 1]; in: entry b + 1 is tree b's size; out: offsets
   int64_t* draft_tokens;  // [num_rows], padding written
   int32_t* parents;       // [num_rows], padding written
   int32_t* node_map;      // [num_rows] or null, padding written

@@ -1,3 +1,4 @@
+// Keeps a batch's best nodes: keys by a warp per tree, one selection over all, then compaction by a warp per tree.
 #include "core/select_nodes.h"
 #include "cuda/append_children.cuh"
 #include "cuda/backend.h"
@@ -7,17 +8,15 @@
 namespace pagedtree::cuda {
 namespace {
 
-constexpr int32_t kFewRows = 4096, kFewTrees = 256;  // of a batch that takes one launch
-// Else, warps of a CTA that treats trees, and threads of the one that chooses, so many for each tree.
+constexpr int32_t kFewRows = 4096, kFewTrees = 256;  // limits of the single launch
+// Beyond them: warps (trees) per CTA, threads of the selecting CTA, and its threads per tree.
 constexpr int kTreeWarps = 4, kChoosingThreads = 1024, kThreadsOfTree = 4;
 
-// The kept nodes of a tree, by their new indices.
 struct KeptTree {
   int16_t *parents, *last_child;
 };
 
-// Writes the keys of a tree's rows, by one warp: 32 nodes at a time, so that a path's part among them needs five steps
-// at most, however long it is. Earlier nodes are done.
+// Writes the keys of a tree, by one warp, 32 nodes at a time; pointer jumping covers them in five steps.
 __device__ __forceinline__ void write_keys(const SelectNodesParams& p, uint32_t* keys, const NodeRange& rows) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x % 32), size = static_cast<int32_t>(rows.size());
   const float of_root = size > 0 ? own_survival(p.survival[rows.begin]) : 0.0f;
@@ -25,7 +24,7 @@ __device__ __forceinline__ void write_keys(const SelectNodesParams& p, uint32_t*
     const int32_t node = first + lane;
     const int64_t row = rows.begin + node;
     float survival = of_root;
-    int32_t above = -1;  // the lane of an ancestor whose survival is still to be counted
+    int32_t above = -1;  // lane of an ancestor not yet included
     if (node > 0 && node < size) {
       const float own = p.survival[row];
       const int32_t parent = linked_parent(p, rows.begin, node);
@@ -48,12 +47,12 @@ __device__ __forceinline__ void write_keys(const SelectNodesParams& p, uint32_t*
   }
 }
 
-// Writes the kept nodes of a tree, whose keys are not 0, to the rows from `begin` on, by one warp, 32 nodes at a time.
+// Writes a tree's kept nodes (key > 0) from row `begin`, by one warp, 32 at a time.
 __device__ __forceinline__ void write_kept_tree(const SelectNodesParams& p, const uint32_t* keys, const NodeRange& rows,
                                                 int64_t begin, const KeptTree& tree) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x % 32), size = static_cast<int32_t>(rows.size());
   const uint32_t lanes_before = (1u << lane) - 1;
-  uint32_t word = 0;  // lane i: which of the nodes 32 * i + 0..31 are kept, and how many nodes before them are
+  uint32_t word = 0;  // lane i: kept bits of nodes 32 * i + 0..31, and kept nodes before them
   int32_t before_word = 0, before = 0;
   for (int32_t first = 0; first < size; first += 32) {
     const int32_t node = first + lane;
@@ -65,7 +64,7 @@ __device__ __forceinline__ void write_kept_tree(const SelectNodesParams& p, cons
       before_word = before;
     }
     const int32_t place = before + popcount32(lanes & lanes_before);
-    const int32_t old_parent = kept && node > 0 ? p.parents[row] : 0;  // kept like each node on the way to a kept one
+    const int32_t old_parent = kept && node > 0 ? p.parents[row] : 0;  // kept: all ancestors of a kept node are
     const uint32_t word_of_parent = __shfl_sync(~0u, word, old_parent / 32);
     const int32_t before_parent =
         __shfl_sync(~0u, before_word, old_parent / 32) + popcount32(word_of_parent & ((1u << (old_parent % 32)) - 1));
@@ -79,17 +78,15 @@ __device__ __forceinline__ void write_kept_tree(const SelectNodesParams& p, cons
   }
 }
 
-// Writes where tree b's rows end, and whether it is valid, by one thread.
 __device__ __forceinline__ void write_tree(const SelectNodesParams& p, int64_t b, int64_t end) {
   p.trees.cu_nodes[b + 1] = static_cast<int32_t>(min_of(end, p.capacity));
   p.trees.valid[b] = p.valid[b] != 0;
 }
 
-// Sets the keys of a tree's rows that are not kept to 0 (a root is: its key is the largest), every `step`th by this
-// thread; returns how many are kept.
+// Clears the keys of dropped rows, every `step`th per thread; a root's key is the largest. Returns its kept rows.
 __device__ __forceinline__ uint64_t drop_rows(uint32_t* keys, const Selection& chosen, const NodeRange& rows,
                                               int64_t from, int64_t step) {
-  constexpr int kLoads = 4;  // on their way together
+  constexpr int kLoads = 4;  // in flight
   uint64_t count = 0;
   for (int64_t row = rows.begin + from; row < rows.end; row += kLoads * step) {
     uint32_t of_rows[kLoads];
@@ -105,12 +102,12 @@ __device__ __forceinline__ uint64_t drop_rows(uint32_t* keys, const Selection& c
   return count;
 }
 
-// ---- the choice
+// ---- selection
 
 struct ChoiceShared {
   BlockShared block;
   uint32_t bins[kBins];
-  uint32_t bin, kept, size;  // the bin that the last kept row is in, how many rows of it are kept, and how many it has
+  uint32_t bin, kept, size;  // bin of the last kept row, its kept rows, its rows
 };
 
 // Finds the bin in which the count from the top reaches `target`, by one warp.
@@ -130,11 +127,10 @@ __device__ __forceinline__ void find_bin(ChoiceShared& shared, uint32_t target) 
   shared.size = shared.bins[bin];
 }
 
-// The best rows, `most` of them, by their keys, then by their indices: 8 bits at a time, until a bin is kept as a
-// whole.
+// Selects the `most` best rows, by key, then index: radix select by 8 bits until a whole bin is kept.
 __device__ __forceinline__ Selection choose(ChoiceShared& shared, const uint32_t* keys, const NodeRange& used,
                                             int64_t most) {
-  constexpr int kLoads = 4;  // on their way together
+  constexpr int kLoads = 4;  // in flight
   const int32_t threads = static_cast<int32_t>(blockDim.x);
   uint32_t count = static_cast<uint32_t>(min_of(most, used.size()));
   if (count == 0) return {0, 0};
@@ -174,10 +170,9 @@ struct FewShared {
   uint32_t keys[kFewRows];
   int16_t parents[kFewRows], last_child[kFewRows];
   NodeRange rows[kFewTrees];
-  int32_t counts[kFewTrees];  // how many nodes of a tree are kept
+  int32_t counts[kFewTrees];  // kept nodes per tree
 };
 
-// A warp for each tree, or for several.
 __global__ void __launch_bounds__(kMaxWarps * 32, 1) few_nodes_kernel(const __grid_constant__ SelectNodesParams p) {
   auto& shared = ptx::shared<FewShared>();
   const int32_t thread = static_cast<int32_t>(threadIdx.x), lane = thread % 32, batch = static_cast<int32_t>(p.batch);
@@ -186,7 +181,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) few_nodes_kernel(const __gr
   const NodeRange used = used_rows(p.cu_nodes, p.batch, p.num_rows);
   uint32_t* const keys = shared.keys - used.begin;
 #pragma unroll 1
-  for (int64_t row = used.begin + thread; row < used.end; row += blockDim.x) keys[row] = 0;  // behind max_nodes, too
+  for (int64_t row = used.begin + thread; row < used.end; row += blockDim.x) keys[row] = 0;  // also past max_nodes
   if (thread < batch) shared.rows[thread] = selectable_rows(p, thread);
   const int32_t num_roots = __syncthreads_count(thread < batch && shared.rows[thread].size() > 0);
   for (int32_t b = warp; b < batch; b += warps) write_keys(p, keys, shared.rows[b]);
@@ -230,7 +225,7 @@ __global__ void __launch_bounds__(kTreeWarps * 32, 1)
   for (int64_t row = rows.end + threadIdx.x % 32; row < all.end; row += 32) p.keys[row] = 0;
 }
 
-// Chooses, by one CTA: the keys of rows that are not kept become 0, and cu_nodes tells where each tree ends.
+// Selects by one CTA: clears the keys of dropped rows and writes cu_nodes.
 __global__ void __launch_bounds__(kChoosingThreads, 1)
     choose_nodes_kernel(const __grid_constant__ SelectNodesParams p) {
   auto& shared = ptx::shared<ChoiceShared>();

@@ -1,4 +1,4 @@
-// A chunk of tokens of one value head, and 32 columns of its state, in shared memory.
+// A CTA's chunk of tokens of one value head, and 32 columns of its state.
 #pragma once
 
 #include "cuda/recurrent/path_decays.cuh"
@@ -6,38 +6,38 @@
 namespace pagedtree::cuda {
 
 constexpr int kWarps = 8;
-constexpr int kColumns = 32;  // of the state: one for each lane
-constexpr int kBlock = 8;     // tokens that are solved together
+constexpr int kColumns = 32;  // of the state, one per lane
+constexpr int kBlock = 8;     // tokens per forward substitution
 static_assert(kWarps * 32 >= kMaxRecurrentNodes && kWarps == kBlock);
 
-// What the lanes of a tensor core's operand read at once lies in different banks.
+// Padding against bank conflicts of mma operands.
 constexpr int kStateStride = kColumns + 2, kReadStride = kColumns + 8;
 
 using ChunkShared = LinkedTokens<kMaxRecurrentNodes>;
 
-// The rest of shared memory, whose sizes depend on the call.
+// The launch-sized arrays behind ChunkShared.
 struct Chunk {
   static constexpr int kParts = kMaxRecurrentDim / kPassChannels;
   const DeltaRuleParams& p;
   ChunkShared& shared;
-  int32_t group;  // tokens that are weighed together, blocks of 8
-  int32_t words;  // of a mask
+  int32_t group;  // tokens per group, a multiple of kBlock
+  int32_t words;  // per mask
   int32_t weight_stride;
   int32_t head, key_head;
   int32_t column;      // of the lane
-  float* state;        // [Dk, kStateStride]; Dk up to a multiple of kStep, with zeros
+  float* state;        // [Dk padded with zeros to kStep, kStateStride]
   float* u;            // [capacity, kColumns]
-  float* weights;      // [key or query, group, weight_stride]: of the tokens above a token
-  float* reads;        // [key or query, group, kReadStride]: what it reads of the state, with the decays of its path
-  uint32_t* masks;     // [capacity, words]: the tokens of its path, itself included; none where it cannot be reached
-  float* query_norms;  // of the group, where link() had its scratch
+  float* weights;      // [A or C, group, weight_stride] for the token's ancestors
+  float* reads;        // [key or query, group, kReadStride]: S0.T @ (D(n, 0) * row)
+  uint32_t* masks;     // [capacity, words]: path with the token itself; 0 if unreachable
+  float* query_norms;  // [group], aliases the scratch of link()
 
   __device__ Chunk(const DeltaRuleParams& params, int32_t capacity, int32_t of_group, int32_t of_head, int32_t of_lane);
   __device__ float* weights_of(int which, int32_t row) const { return weights + (which * group + row) * weight_stride; }
   __device__ float* reads_of(int which, int32_t row) const { return reads + (which * group + row) * kReadStride; }
   __device__ float query_norm(int32_t, int32_t row) const { return p.out != nullptr ? query_norms[row] : 1.0f; }
   __device__ PathDecays path_decays(int32_t i) const { return path_decays_of(p, shared.rows[i], head); }
-  // Which of the tokens 8 * block .. 8 * block + 7 are on the path of token i.
+  // Returns the bits of block's tokens that are on the path of token i.
   __device__ uint32_t ancestors(int32_t i, int32_t block) const {
     return masks[i * words + block / 4] >> block % 4 * 8 & 0xffu;
   }
@@ -47,7 +47,7 @@ __host__ __device__ constexpr int32_t padded_channels(int32_t key_dim) { return 
 
 struct ChunkSizes {
   int32_t words{}, weight_stride{};
-  int32_t u{}, weights{}, reads{}, masks{};  // where they begin
+  int32_t u{}, weights{}, reads{}, masks{};  // byte offsets
   int32_t bytes{};
 
   __host__ __device__ constexpr ChunkSizes(int32_t key_dim, int32_t capacity, int32_t group) {
@@ -79,7 +79,6 @@ __device__ __forceinline__ Chunk::Chunk(const DeltaRuleParams& params, int32_t c
   query_norms = reinterpret_cast<float*>(shared.jumps);
 }
 
-// Where the key of token i begins, and its query.
 __device__ __forceinline__ int64_t key_row(const Chunk& t, int32_t i) {
   return t.shared.rows[i] * t.p.k_token_stride + t.key_head * t.p.k_head_stride;
 }
@@ -90,7 +89,7 @@ __device__ __forceinline__ int64_t decay_row(const Chunk& t, int32_t i) {
   return t.shared.rows[i] * t.p.g_token_stride + t.head * t.p.g_head_stride;
 }
 
-// The norms of the keys and queries begin .. begin + group - 1, by a warp each.
+// Computes the norms of a group's keys and queries, one row per warp.
 __device__ __forceinline__ void find_norms(const Chunk& t, int32_t begin, int32_t count) {
   const int32_t kinds = t.p.out == nullptr ? 1 : 2, end = min_of(t.group, count - begin) * kinds;
 #pragma unroll 1

@@ -1,4 +1,4 @@
-// A short convolution along the paths of trees, see core/recurrent.h: one thread for each row and channel.
+// Short convolution along the paths of trees (core/recurrent.h). One thread per row and channel.
 #include "cuda/backend.h"
 #include "cuda/recurrent/elements.cuh"
 #include "cuda/recurrent/paths.cuh"
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kConvThreads, 1) conv1d_kernel(const __grid_co
   const int64_t state = state_index * p.state_strides[0] + channel * p.state_strides[1];
   float sum = p.bias == nullptr ? 0.0f : load_element(p.bias, p.weight_dtype, channel * p.bias_stride);
   int64_t node = row - begin;
-  int32_t column = p.width - 2;  // of the state, the newest one first
+  int32_t column = p.width - 2;  // of the state, newest first
   for (int32_t w = 0; w < p.width; ++w) {
     float value = 0.0f;
     if (node >= 0) {
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kConvThreads, 1) conv1d_kernel(const __grid_co
   store_element(p.out, p.dtype, at, sum);
 }
 
-// The last W - 1 inputs of a channel move up by those of the path. Targets come before their sources.
+// Shifts the path's inputs into the channel's last W - 1. In place: targets precede their sources.
 template <typename T>
 __global__ void __launch_bounds__(kConvThreads, 1) advance_conv_kernel(const __grid_constant__ ConvParams p) {
   const int64_t b = blockIdx.x, channel = int64_t{blockIdx.y} * kConvThreads + threadIdx.x;

@@ -1,6 +1,7 @@
-// The gated delta rule over tokens of which each follows its parent; the algebra is in docs/notes/recurrent.md. Few
-// tokens have other kernels, few_tokens.cuh and short_tokens.cuh. Else, chunk.cuh, there is one CTA for each sequence,
-// value head and 32 columns of the state, which it keeps in shared memory.
+// Gated delta rule over tokens with parents (docs/notes/recurrent.md):
+//     u[n]   = beta[n] (v[n] - S0.T (D(n, 0) k[n]) - sum over ancestors m of A[n, m] u[m])
+//     out[n] = scale (S0.T (D(n, 0) q[n]) + sum over the path of C[n, m] u[m])
+// One CTA per sequence, value head, and 32 state columns (chunk.cuh); short inputs: few_tokens.cuh, short_tokens.cuh.
 #include "cuda/backend.h"
 #include "cuda/recurrent/few_tokens.cuh"
 #include "cuda/recurrent/products.cuh"
@@ -10,7 +11,7 @@
 namespace pagedtree::cuda {
 namespace {
 
-// The tokens in shared.rows; `carried`: they are a chain, and others follow.
+// Processes the tokens of shared.rows. `carried`: a chain whose state is needed afterwards.
 template <bool kChannelDecay>
 __device__ __forceinline__ void run_chunk(const Chunk& t, const Sequence& sequence, int32_t count, bool carried) {
   __syncthreads();
@@ -24,8 +25,7 @@ __device__ __forceinline__ void run_chunk(const Chunk& t, const Sequence& sequen
   __syncthreads();
 }
 
-// Copies the CTA's columns of a state from memory, zeros where there is none, or to memory. Neighbours there go to
-// neighbouring threads. A thread has 4 elements of each 32 channels; some may lie outside.
+// Copies the CTA's columns of a state to or from memory, coalesced. A missing state is 0.
 template <bool kStores>
 __device__ __forceinline__ void copy_state(const Chunk& t, int64_t state_index) {
   constexpr int kOfThread = kColumns / kWarps, kUnderWay = kStores ? kOfThread : 2 * kOfThread;
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
   const Sequence sequence(p, b);
   if (sequence.total == 0) return;
   copy_state<false>(t, state_index_of(p.tokens, b));
-  for (int32_t begin = 0; begin < sequence.total; begin += capacity) {  // one turn for a tree
+  for (int32_t begin = 0; begin < sequence.total; begin += capacity) {  // a tree: one iteration
     const int32_t i = threadIdx.x, count = min_of(capacity, sequence.total - begin);
     if (i < count) t.shared.rows[i] = sequence.row(begin + i);
     run_chunk<kChannelDecay>(t, sequence, count, p.out == nullptr || begin + count < sequence.total);
@@ -78,14 +78,12 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
   if (p.out == nullptr) copy_state<true>(t, state_index_of(p.tokens, b));
 }
 
-// What no node writes.
 __global__ void __launch_bounds__(256) clear_kernel(uint16_t* out, int64_t count) {
   const int64_t at = int64_t{blockIdx.x} * 256 + threadIdx.x;
   if (at < count) out[at] = 0;
 }
 
-// Tokens that are weighed together: as many as every GPU has shared memory for, and Hopper for two CTAs. Each has the
-// same result in a group of any size.
+// Returns the tokens per group that fit in every GPU's shared memory, twice in Hopper's. Results do not depend on it.
 int32_t group_size(const DeltaRuleParams& p, int32_t capacity) {
   int32_t group = kWarps * kBlock;
   while (group > kBlock && group / 2 >= capacity) group /= 2;
@@ -93,7 +91,6 @@ int32_t group_size(const DeltaRuleParams& p, int32_t capacity) {
   return group;
 }
 
-// Products of decays for the kernels that follow.
 void find_path_decays(const DeltaRuleParams& p, int32_t capacity, const ExecContext& ctx) {
   const int32_t blocks = ceil_div(p.key_dim, kSignChannels), warps = decay_warps(capacity);
   const int64_t jobs = p.tokens.batch * p.num_heads * blocks;
@@ -102,7 +99,7 @@ void find_path_decays(const DeltaRuleParams& p, int32_t capacity, const ExecCont
          static_cast<int32_t>(jobs));
 }
 
-// Whether four neighbours along one dimension of all states lie at multiples of 16 bytes.
+// True if four neighbours along a dimension are aligned to 16 bytes in all states.
 bool has_words(const DeltaRuleParams& p, int along, int across) {
   const int64_t* const strides = p.state_strides;
   return strides[along] == 1 && strides[across] % 4 == 0 && strides[0] % 4 == 0 && strides[1] % 4 == 0 &&
@@ -137,7 +134,7 @@ void launch_few(const DeltaRuleParams& p, int32_t capacity, bool by_columns, con
   launch_kernel(p, capacity, ctx);
 }
 
-// False where the call is not one for the kernel of few tokens.
+// Launches few_tokens_kernel or short_tokens_kernel if the call fits; otherwise returns false.
 bool run_few(const DeltaRuleParams& p, const ExecContext& ctx) {
   const RecurrentBatch& tokens = p.tokens;
   const bool by_columns = has_words(p, 3, 2);

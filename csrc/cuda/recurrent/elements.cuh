@@ -1,4 +1,4 @@
-// Elements of either 16-bit type, or of fp32, in memory and as fp32.
+// Conversion of fp16, bf16, and fp32 elements in memory.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -14,7 +14,7 @@ namespace pagedtree::cuda {
 template <typename T>
 constexpr DType kTypeOf = kIsBFloat16<T> ? DType::kBFloat16 : DType::kFloat16;
 
-// A number of a 16-bit type, in the low half of `bits`.
+// Converts the low half of `bits`.
 __device__ __forceinline__ float half_from_bits(uint32_t bits, DType dtype) {
   const uint16_t low = static_cast<uint16_t>(bits);
   return dtype == DType::kFloat16 ? __half2float(__ushort_as_half(low)) : float_from_bfloat16(low);
@@ -35,7 +35,7 @@ __device__ __forceinline__ Four unpack(uint2 pairs, DType dtype) {
 
 __device__ __forceinline__ bool is_aligned(const uint16_t* from) { return reinterpret_cast<uintptr_t>(from) % 8 == 0; }
 
-// Four neighbours of a 16-bit type, by one load where they lie at a multiple of 8 bytes.
+// Loads four neighbours, at once if 8-byte aligned.
 __device__ __forceinline__ uint2 load_pairs(const uint16_t* from, bool aligned) {
   if (aligned) return *reinterpret_cast<const uint2*>(from);
   return make_uint2(from[0] | uint32_t{from[1]} << 16, from[2] | uint32_t{from[3]} << 16);

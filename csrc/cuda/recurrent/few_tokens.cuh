@@ -1,6 +1,5 @@
-// Trees and paths of at most 64 tokens: the outputs of a tree, or the state behind a path. A warp has 16 columns of the
-// state in registers from their only load to their only store, and tokens take turns, 16 of them each. Products and
-// sums are those of chunks, so that bits are the same.
+// Trees and accepted paths of at most 64 tokens, 16 per turn. A warp keeps 16 columns of the state in registers between
+// one load and one store. Products and sums have the order of chunk.cuh, hence the same bits.
 #pragma once
 
 #include "cuda/recurrent/state_columns.cuh"
@@ -8,10 +7,10 @@
 
 namespace pagedtree::cuda {
 
-constexpr int kFewTokens = 64;               // at most
-constexpr int kTile = 8, kTurn = 2 * kTile;  // tokens of a product's rows, and of a turn
+constexpr int kFewTokens = 64;               // maximum
+constexpr int kTile = 8, kTurn = 2 * kTile;  // tokens per mma row tile and per turn
 constexpr int kFewWarps = 4;
-// Of keys, queries and decays, and of weights; lanes read 8 rows without bank conflicts.
+// Strides of rows and weights: 8 rows without bank conflicts.
 constexpr int kRowStride = kFewChannels + 16, kWeightStride = kFewTokens + 4;
 
 struct FewShared : LinkedTokens<kFewTokens> {
@@ -19,10 +18,10 @@ struct FewShared : LinkedTokens<kFewTokens> {
   float query_norms[kFewTokens];
 };
 
-// The rest of shared memory, whose sizes depend on the call.
+// The launch-sized arrays behind FewShared.
 struct FewSizes {
-  int32_t rows{};                            // tokens that there is room for: whole turns
-  int32_t data{}, weights{}, u{}, decays{};  // where they begin
+  int32_t rows{};                            // padded to whole turns
+  int32_t data{}, weights{}, u{}, decays{};  // byte offsets
   int32_t bytes{};
 
   __host__ __device__ constexpr FewSizes(int32_t capacity, bool channel_decay) {
@@ -46,10 +45,10 @@ struct FewTokens {
   int32_t count, rows;
   int32_t head, key_head;
   int32_t first_column;  // of the CTA
-  uint16_t* data;        // [key or query, rows, kRowStride]; zeros behind the last token and channel
-  float* weights;        // [key or query, kTurn, kWeightStride]: of the tokens above a token of the turn
+  uint16_t* data;        // [key or query, rows, kRowStride], zero-padded
+  float* weights;        // [A or C, kTurn, kWeightStride] for the tokens of the turn
   float* u;              // [kFewWarps, rows, kFewColumns]
-  float* decays;         // [rows, kRowStride]: products of decays of channels
+  float* decays;         // [rows, kRowStride]: P[n] per channel
 
   __device__ FewTokens(const DeltaRuleParams& params, const Sequence& sequence, int32_t capacity, int32_t of_head,
                        int32_t of_columns)
@@ -63,7 +62,7 @@ struct FewTokens {
     u = reinterpret_cast<float*>(begin + sizes.u);
     decays = reinterpret_cast<float*>(begin + sizes.decays);
   }
-  // The lane's first one.
+  // Returns the lane's first column.
   __device__ int32_t column() const {
     const uint32_t thread = ptx::thread_index();
     return first_column + static_cast<int32_t>(thread / 32 * kFewColumns + thread % 4 * 4);
@@ -78,10 +77,9 @@ struct FewTokens {
   __device__ PathDecays path_decays(int32_t i) const { return {decays + i * kRowStride, p.key_dim}; }
 };
 
-// Zeros in the CTA's columns of the outputs of rows begin .. end - 1.
 __device__ __forceinline__ void clear_rows(const DeltaRuleParams& p, int32_t head, int32_t first_column, int64_t begin,
                                            int64_t end) {
-  constexpr int32_t kThreads = kFewWarps * kFewColumns / 8;  // of a row
+  constexpr int32_t kThreads = kFewWarps * kFewColumns / 8;  // per row
   const int32_t column = first_column + threadIdx.x % kThreads * 8;
   if (column >= p.value_dim) return;
 #pragma unroll 1
@@ -91,7 +89,7 @@ __device__ __forceinline__ void clear_rows(const DeltaRuleParams& p, int32_t hea
   }
 }
 
-// The same in rows that tree b has too many, and in rows of no tree, by its first and last sequence.
+// Clears rows beyond a tree's limit. The first and last sequences clear rows outside all trees.
 __device__ __forceinline__ void clear_others(const DeltaRuleParams& p, const Sequence& tree, int32_t head,
                                              int32_t first_column) {
   if (tree.b == 0 || tree.b + 1 == p.tokens.batch) {
@@ -102,7 +100,7 @@ __device__ __forceinline__ void clear_others(const DeltaRuleParams& p, const Seq
   clear_rows(p, head, first_column, tree.begin + tree.total, tree.end);
 }
 
-// Starts the copies of the first `size` numbers of each token, kWords words of 8; zeros behind them and the last token.
+// Issues copies of the first `size` elements of each token, kWords chunks of 8, zero-padded.
 template <int32_t kWords, typename Target>
 __device__ __forceinline__ void copy_rows(const FewTokens& t, const void* data, int64_t offset, int64_t token_stride,
                                           int32_t size, Target target) {
@@ -123,7 +121,7 @@ __device__ __forceinline__ void copy_rows(const FewTokens& t, const void* data, 
   }
 }
 
-// The same of all that a token has. Values are where u will be.
+// Issues the copies of a token's inputs. v occupies the place of u.
 template <bool kAdvances, bool kChannelDecay>
 __device__ __forceinline__ void copy_tokens(const FewTokens& t) {
   const DeltaRuleParams& p = t.p;
@@ -148,7 +146,6 @@ __device__ __forceinline__ void copy_tokens(const FewTokens& t) {
   ptx::cp_async_commit();
 }
 
-// By what keys and queries are multiplied; a warp for each row.
 template <bool kAdvances>
 __device__ __forceinline__ void find_norms(const FewTokens& t) {
   const int32_t lane = threadIdx.x % 32;
@@ -161,7 +158,7 @@ __device__ __forceinline__ void find_norms(const FewTokens& t) {
   }
 }
 
-// The weights of tokens for those of a turn: products of 8 tokens with the keys of 8 others are a warp's job.
+// Computes A and C for a turn. A warp's job is a product of 8 tokens with 8 keys.
 template <typename T, bool kAdvances, bool kChannelDecay>
 __device__ __forceinline__ void weigh_turn(const FewTokens& t, int32_t begin) {
   const int32_t lane = ptx::thread_index() % 32, quad = lane / 4, pair = lane % 4, before = begin / kTile;
@@ -185,7 +182,7 @@ __device__ __forceinline__ void weigh_turn(const FewTokens& t, int32_t begin) {
         add_key_product<T>(sums, own, keys);
       }
     }
-    float of_rows[2][2];  // [key or query, of the two keys], stored at the end so that decays are found once
+    float of_rows[2][2];  // [key or query, key j]; stored last: decays are computed once
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int32_t m = block * kTile + pair * 2 + j;
@@ -206,14 +203,12 @@ __device__ __forceinline__ void weigh_turn(const FewTokens& t, int32_t begin) {
   }
 }
 
-// A lane's 4 columns of tokens quad and 8 + quad of a turn: what is left of their values, which times beta is u, and
-// their outputs without the scale.
+// A lane's 4 columns of tokens quad and 8 + quad: v minus its prediction (u / beta), and unscaled outputs.
 struct FewSums {
   Four left[2]{}, out[2]{};
 };
 
-// What the keys and queries of a turn read of the first state. Rows of a product are those of a tile, or the keys of
-// both.
+// Computes S0.T @ (D(n, 0) * row). A product has the keys and queries of a tile, or the keys of both tiles.
 template <typename T, bool kAdvances, bool kChannelDecay, StateWords kWords>
 __device__ __forceinline__ void read_state(const FewTokens& t, const StateColumns<kWords>& state, int32_t begin,
                                            FewSums& sums) {
@@ -221,10 +216,10 @@ __device__ __forceinline__ void read_state(const FewTokens& t, const StateColumn
   const int32_t products = kAdvances || t.count - begin <= kTile ? 1 : 2;
 #pragma unroll 1
   for (int32_t product = 0; product < products; ++product) {
-    // Unknown to the compiler, which would keep both parts of the whole state in registers from before the loop.
+    // Opaque to the compiler, which would hoist both tf32 parts of the whole state into registers.
     const uint32_t high_bits = kHighBits | ptx::thread_index() >> 31;
     const int32_t first = begin + product * kTile + quad, second = kAdvances ? first + kTile : first;
-    float high[2][4]{}, low[2][4]{};  // columns 2 x + n of the product's columns n
+    float high[2][4]{}, low[2][4]{};  // [n]: columns 2 x + n
 #pragma unroll
     for (int step = 0; step < kFewSteps; ++step) {
       if (step * kStep >= t.p.key_dim) break;
@@ -249,7 +244,7 @@ __device__ __forceinline__ void read_state(const FewTokens& t, const StateColumn
                              kChannelDecay ? 1.0f : decay_between(t.shared.sums[second], 0)};
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
-      const int of = e / 4, n = e % 4;  // the first or second token's
+      const int of = e / 4, n = e % 4;  // first or second token
       const float read =
           decayed(joined(high[n % 2][of * 2 + n / 2], low[n % 2][of * 2 + n / 2]), norms[of], decays[of]);
 #pragma unroll
@@ -266,7 +261,7 @@ struct alignas(4 * kCount) Weights {
   float x[kCount];
 };
 
-// Adds u of tokens m .. m + kCount - 1 to the sums of the turn's tokens in whose `paths` they are.
+// Adds A u to `left` and C u to `out` for tokens m .. m + kCount - 1 on the `paths`.
 template <bool kAdvances, int kCount>
 __device__ __forceinline__ void add_weighed(const FewTokens& t, const float* u, const float* weights_of_quad, int32_t m,
                                             const uint64_t (&paths)[2], bool is_long, FewSums& sums) {
@@ -294,8 +289,7 @@ __device__ __forceinline__ void add_weighed(const FewTokens& t, const float* u, 
   }
 }
 
-// The triangular system of a turn, by each warp for its columns alone: what tokens get from earlier ones, then from
-// each other. A token's sums go along its path from the root down.
+// Solves the turn's triangular system, per warp for its columns. Sums follow each path from the root.
 template <bool kAdvances>
 __device__ __forceinline__ void solve_turn(const FewTokens& t, int32_t begin, FewSums& sums) {
   const uint32_t thread = ptx::thread_index();
@@ -326,7 +320,7 @@ __device__ __forceinline__ void solve_turn(const FewTokens& t, int32_t begin, Fe
   }
 }
 
-// Four columns of a token; zeros where it cannot be reached.
+// Stores four columns of a token; zeros if it is unreachable.
 template <typename T>
 __device__ __forceinline__ void store_output(const DeltaRuleParams& p, int64_t row, int32_t head, int32_t column,
                                              bool is_reachable, const Four& out) {
@@ -346,7 +340,7 @@ __device__ __forceinline__ void store_outputs(const FewTokens& t, int32_t begin,
   }
 }
 
-// Stores the state with what the tokens of a path leave in it.
+// Stores S = D(last, 0) S0 + sum of D(last, m) k[m] u[m]^T.
 template <typename T, StateWords kWords>
 __device__ __forceinline__ void carry_few(const FewTokens& t, StateColumns<kWords>& state) {
   const int32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane / 4, pair = lane % 4;
@@ -368,7 +362,7 @@ __device__ __forceinline__ void carry_few(const FewTokens& t, StateColumns<kWord
       const auto keys = [&](int32_t i) {
         return *reinterpret_cast<const uint32_t*>(t.row_of(0, begin + i) + step * kStep + quad * 2);
       };
-      float high[4], low[4];  // of u: rows are columns of the state
+      float high[4], low[4];  // tf32 parts of u; rows are columns of the state
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float u = t.u_of(warp, begin + pair + e / 2 * 4)[quad * 2 + e % 2];
@@ -382,12 +376,12 @@ __device__ __forceinline__ void carry_few(const FewTokens& t, StateColumns<kWord
   }
 }
 
-// The same with decays of channels, up the path.
+// The same with decays per channel, from the last token upward.
 template <typename T, StateWords kWords>
 __device__ __forceinline__ void carry_few_decayed(const FewTokens& t, StateColumns<kWords>& state) {
   const DeltaRuleParams& p = t.p;
   const int32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane / 4, pair = lane % 4;
-  __syncthreads();  // the products of decays have been read
+  __syncthreads();  // after all reads of P
   if (static_cast<int32_t>(threadIdx.x) < p.key_dim) {
 #pragma unroll 4
     for (int32_t i = 0; i < t.count; ++i) {
@@ -397,7 +391,7 @@ __device__ __forceinline__ void carry_few_decayed(const FewTokens& t, StateColum
   }
   __syncthreads();
 #pragma unroll 1
-  for (int step = 0; step * kStep < p.key_dim; ++step) {  // one copy of the code: the step's elements are the first
+  for (int step = 0; step * kStep < p.key_dim; ++step) {  // rolled: the registers rotate, x[0] is the step's
     const int32_t channel = step * kStep + pair * 4;
     float decay[4] = {1.0f, 1.0f, 1.0f, 1.0f}, sums[4][2] = {};
 #pragma unroll 1
@@ -424,7 +418,7 @@ __device__ __forceinline__ void carry_few_decayed(const FewTokens& t, StateColum
   }
 }
 
-// One CTA for each sequence, value head and 16 columns for each of its warps.
+// One CTA per sequence, value head, and 64 columns.
 template <typename T, StateWords kWords, bool kAdvances, bool kChannelDecay>
 __global__ void __launch_bounds__(kFewWarps * 32, kChannelDecay ? 3 : 4)
     few_tokens_kernel(const __grid_constant__ DeltaRuleParams p, int32_t capacity, int32_t column_blocks) {
@@ -469,7 +463,7 @@ __global__ void __launch_bounds__(kFewWarps * 32, kChannelDecay ? 3 : 4)
     __syncthreads();
     solve_turn<kAdvances>(t, begin, sums);
     if constexpr (!kAdvances) store_outputs<T>(t, begin, sums);
-    __syncthreads();  // the weights have been read
+    __syncthreads();  // after all reads of A and C
   }
   if constexpr (kAdvances && kChannelDecay) carry_few_decayed<T>(t, state);
   if constexpr (kAdvances && !kChannelDecay) carry_few<T>(t, state);

@@ -1,10 +1,7 @@
-// One decay for each channel: products of decays along the tokens' paths, which a kernel of their own leaves in
-// scratch for the others.
-//
-// Let P[n] be the product from the first token of a chunk to token n. Between tokens of a path D(n, m) = P[n] / P[m],
-// so that k[n] and q[n] times P[n] are multiplied with k[m] / P[m]. That is harmless where P[n] is at least
-// kLeastProduct in all channels, since products fall along a path. Other tokens have some of their products with a
-// minus sign, and walk (walks.cuh).
+// Decays per channel: products of decays along paths, by a separate kernel. P[n] is the product from the chunk's first
+// token to n. On a path D(n, m) = P[n] / P[m], so rows are k[n] P[n] and q[n] P[n], and keys are k[m] / P[m]. Products
+// fall along a path, so this is in range if P[n] >= kLeastProduct in all channels. Other tokens store some products
+// with a minus sign and traverse their path (walks.cuh).
 #pragma once
 
 #include "cuda/recurrent/paths.cuh"
@@ -12,24 +9,24 @@
 namespace pagedtree::cuda {
 
 constexpr float kLeastProduct = 0x1p-60f;
-constexpr int kSignChannels = 32;  // neighbours that have the same sign
+constexpr int kSignChannels = 32;  // neighbours that share a sign
 
 struct PathDecaysShared {
   int32_t rows[kMaxRecurrentNodes];
   int16_t parents[kMaxRecurrentNodes];
-  // Then products [capacity, channels of a warp].
+  // float products[capacity][32] follow.
 };
 
-// So that the products of a CTA have room.
+// Limited by the shared memory of a CTA's products.
 __host__ __device__ constexpr int32_t decay_warps(int32_t capacity) { return clamp_to(256 / capacity, 1, 4); }
 __host__ __device__ constexpr int32_t decay_bytes(int32_t capacity) {
   return static_cast<int32_t>(sizeof(PathDecaysShared)) + capacity * kSignChannels * 4;
 }
 
-// A warp for each sequence, value head and `blocks` of 32 channels, `jobs` in all.
+// One warp per sequence, value head, and 32 channels; `jobs` in all.
 inline __global__ void __launch_bounds__(128, 1)
     path_decays_kernel(const __grid_constant__ DeltaRuleParams p, int32_t capacity, int32_t blocks, int32_t jobs) {
-  constexpr int kAhead = 8;  // tokens whose decays are loaded together
+  constexpr int kAhead = 8;  // tokens whose decays are prefetched
   const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int32_t job = static_cast<int32_t>(blockIdx.x * (blockDim.x / 32)) + warp;
   if (job >= jobs) return;
@@ -38,9 +35,9 @@ inline __global__ void __launch_bounds__(128, 1)
       *reinterpret_cast<PathDecaysShared*>(&ptx::shared<char>() + warp * static_cast<size_t>(decay_bytes(capacity)));
   float* const products = reinterpret_cast<float*>(&shared + 1) + lane;
   const Sequence sequence(p, item / p.num_heads);
-  const float* const g = p.g + head * p.g_head_stride + min_of(channel, p.key_dim - 1);  // of token 0
+  const float* const g = p.g + head * p.g_head_stride + min_of(channel, p.key_dim - 1);  // token 0
   float* const decays = p.decays + head * int64_t{p.key_dim} + channel;
-  const int32_t stride = p.num_heads * p.key_dim;  // of its tokens
+  const int32_t stride = p.num_heads * p.key_dim;  // between tokens
   for (int32_t begin = 0; begin < sequence.total; begin += capacity) {
     const int32_t count = min_of(capacity, sequence.total - begin);
     __syncwarp();
@@ -76,13 +73,11 @@ inline __global__ void __launch_bounds__(128, 1)
   }
 }
 
-// What that kernel has left of one token.
 struct PathDecays {
   const float* products;
   int32_t channels;
 
-  // Of four neighbouring channels, others past the last one. The sign is left to those who use them, so that a load can
-  // be under way until then.
+  // Returns four neighbouring channels, clamped to the last. Callers drop the sign, so that the load stays in flight.
   __device__ __forceinline__ Four four(int32_t channel) const {
     const float4 x = *reinterpret_cast<const float4*>(products + min_of(channel, channels - 4));
     return {{x.x, x.y, x.z, x.w}};
@@ -101,7 +96,7 @@ __device__ __forceinline__ PathDecays path_decays_of(const DeltaRuleParams& p, i
   return {p.decays + (row * p.num_heads + head) * p.key_dim, p.key_dim};
 }
 
-// 1 / x to 2^-24 for normal x: a first guess by the exponent, then Newton's steps. A division would branch.
+// Returns 1 / x to 2^-24 for normal x: initial guess from the exponent, then Newton steps. A division would branch.
 __device__ __forceinline__ float reciprocal(float x) {
   float y = __builtin_bit_cast(float, 0x7ef311c7u - __builtin_bit_cast(uint32_t, x));
 #pragma unroll
@@ -109,21 +104,21 @@ __device__ __forceinline__ float reciprocal(float x) {
   return y;
 }
 
-// Rows of two tokens, or of one.
+// Multiplies the rows of two tokens (or one) by P[n].
 __device__ __forceinline__ StepRows decayed_rows(StepRows rows, const Four& of_first, const Four& of_second) {
 #pragma unroll
   for (int j = 0; j < 8; ++j) rows.a[j / 4][j % 4] *= fabsf((j % 2 == 0 ? of_first : of_second).x[j / 2]);
   return rows;
 }
 
-// Four channels of a key, over its token's products.
+// Divides four channels of a key by P[m].
 __device__ __forceinline__ Four undecayed(Four key, const Four& decays) {
 #pragma unroll
   for (int j = 0; j < 4; ++j) key.x[j] *= reciprocal(fabsf(decays.x[j]));
   return key;
 }
 
-// As add_split_product(), where rows are sums of two numbers of tf32, too.
+// add_split_product() with rows that also need two tf32 parts.
 __device__ __forceinline__ void add_exact_product(float (&high)[4], float (&low)[4], const float (&a)[4], float b0,
                                                   float b1, uint32_t high_bits = kHighBits) {
   float rest[4];

@@ -1,12 +1,11 @@
-// The tokens of a sequence, and their paths.
+// The tokens of a sequence and their paths.
 #pragma once
 
 #include "cuda/recurrent/numbers.cuh"
 
 namespace pagedtree::cuda {
 
-// tokens_to_replay(), by a warp: each lane checks other nodes, and no load waits for the one of another node or of the
-// path's length.
+// tokens_to_replay() by a warp: lanes check different nodes, so that no load depends on another or the path's length.
 __device__ __forceinline__ int32_t replayed_tokens(const RecurrentBatch& p, int64_t b) {
   const NodeRange rows = node_range(p.cu_nodes, p.batch, b, p.num_rows);
   if (p.accept_index == nullptr) return state_index_of(p, b) < 0 ? 0 : static_cast<int32_t>(rows.size());
@@ -26,10 +25,10 @@ __device__ __forceinline__ int32_t replayed_tokens(const RecurrentBatch& p, int6
   return is_path ? accepted + 1 : 0;
 }
 
-// The tokens of a sequence as the kernels take them: a tree at once, else chunks of a chain.
+// The tokens in processing order: a whole tree, or chunks of a chain.
 struct Sequence {
   const RecurrentBatch& tokens;
-  int32_t b, begin, end;  // of its rows
+  int32_t b, begin, end;  // rows
   int32_t total;
   bool is_tree;
 
@@ -42,29 +41,25 @@ struct Sequence {
     total = writes ? replayed_tokens(tokens, b) : end - begin;
     if (is_tree) total = min_of(total, tokens.max_nodes);
   }
-  // Of token i.
   __device__ int32_t row(int32_t i) const {
     return begin + (tokens.accept_index != nullptr ? tokens.accept_index[b * tokens.accept_stride + i] : i);
   }
-  // Of token i of a chunk.
   __device__ int16_t parent(int32_t i) const {
     return static_cast<int16_t>(is_tree ? linked_parent(tokens, begin, i) : i - 1);
   }
 };
 
-// Of at most kMost tokens, in shared memory.
 template <int kMost>
 struct LinkedTokens {
-  int64_t sums[kMost];  // of g from the first token of the path on, see fixed_point()
+  int64_t sums[kMost];  // fixed-point sums of g along the path
   int32_t rows[kMost];
-  float betas[kMost];      // 1 without
-  float norms[kMost];      // of the keys: what they are multiplied by
-  int16_t parents[kMost];  // -1: none, -2: cannot be reached
+  float betas[kMost];      // default 1
+  float norms[kMost];      // factors of the keys
+  int16_t parents[kMost];  // -1: none, -2: unreachable
   int16_t jumps[kMost];    // scratch of link()
 };
 
-// The paths of tokens whose rows are known, as `words` words each of `masks`, and the sums of g along them. One thread
-// for each token: in each round it takes over what is known at the end of its own stretch of the path.
+// Computes path masks and sums of g by pointer jumping, one thread per token. Each round doubles the reach.
 template <int kMost>
 __device__ __forceinline__ void link(const DeltaRuleParams& p, const Sequence& sequence, LinkedTokens<kMost>& tokens,
                                      uint32_t* masks, int32_t words, int32_t head, int32_t count) {

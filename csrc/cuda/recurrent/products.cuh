@@ -1,6 +1,5 @@
-// Weights of tokens by tensor cores: a tile of 16 rows, 8 keys and the queries of the same tokens, is multiplied with
-// the state and with the keys of other tokens. One decay for a head is a factor of whole products, those of channels
-// are factors of rows and keys (path_decays.cuh).
+// A, C, and reads of the state by tensor cores. A tile's 16 rows are 8 keys and their queries; the other operand is the
+// state or keys. Decays per head scale products, decays per channel rows and keys (path_decays.cuh).
 #pragma once
 
 #include "cuda/recurrent/chunk.cuh"
@@ -16,21 +15,20 @@ __device__ __forceinline__ int32_t lane_channel(int32_t first, int step) {
   return first + step * kStep + static_cast<int32_t>(threadIdx.x % 4) * 4;
 }
 
-// Four channels of a row, 0 where there are none.
+// Loads four channels of a row, 0 past the end.
 __device__ __forceinline__ uint2 load_four(const Chunk& t, const void* data, int64_t row, int32_t channel) {
   const uint16_t* const from = static_cast<const uint16_t*>(data) + row;
   return channel < t.p.key_dim ? load_pairs(from + channel, is_aligned(from)) : make_uint2(0, 0);
 }
 
-// A lane's channels of a row. All loads start before the first one ends.
+// Loads a lane's channels of a row; all loads overlap.
 __device__ __forceinline__ void load_row(const Chunk& t, const void* data, int64_t row, int32_t first,
                                          uint2 (&pairs)[kSteps]) {
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) pairs[step] = load_four(t, data, row, lane_channel(first, step));
 }
 
-// Channels of key and query `quad`; with decays of channels they are loaded where they are needed, since unpacked rows
-// would stay in registers from one product to the next.
+// Key and query `quad`. Decays per channel load them at use: unpacked rows would stay in registers across products.
 struct RowTile {
   int32_t token;
   uint2 keys[kSteps], queries[kSteps];
@@ -54,7 +52,6 @@ __device__ __forceinline__ RowTile load_rows(const Chunk& t, int32_t i, int32_t 
   return rows;
 }
 
-// Their products with 8 columns of the state.
 template <bool kChannelDecay>
 __device__ __forceinline__ void multiply_state(const Chunk& t, const RowTile& rows, int32_t first, int32_t tile,
                                                float (&sum)[4]) {
@@ -80,7 +77,6 @@ __device__ __forceinline__ void multiply_state(const Chunk& t, const RowTile& ro
   for (int j = 0; j < 4; ++j) sum[j] = joined(sum[j], low[j]);
 }
 
-// Their products with the keys of tokens 8 * block .. 8 * block + 7.
 template <bool kChannelDecay>
 __device__ __forceinline__ void multiply_keys(const Chunk& t, const RowTile& rows, int32_t first, int32_t block,
                                               int32_t count, float (&sum)[4]) {
@@ -112,14 +108,14 @@ __device__ __forceinline__ void multiply_keys(const Chunk& t, const RowTile& row
   }
 }
 
-// Weights and reads of the tokens begin .. begin + group - 1. A warp has 8 of them, and some of their products.
+// Computes A, C, and reads of a group. Warps of a block of tokens share its products.
 template <bool kChannelDecay>
 __device__ __forceinline__ void weigh_by_products(const Chunk& t, int32_t begin, int32_t count) {
   const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane / 4, pair = lane % 4;
-  const int32_t shift = __ffs(t.group / kBlock) - 1;  // a power of 2
+  const int32_t shift = __ffs(t.group / kBlock) - 1;  // log2 of the group's blocks
   const int32_t blocks = 1 << shift, block = warp & (blocks - 1), parts = kWarps >> shift;
   const int32_t row = block * kBlock + quad, i = begin + row;
-  const int32_t own = begin / kBlock + block;  // among all blocks
+  const int32_t own = begin / kBlock + block;  // index among all blocks
   find_norms(t, begin, count);
   for (int32_t first = 0; first < t.p.key_dim && own * kBlock < count; first += kPassChannels) {
     const RowTile rows = load_rows<kChannelDecay>(t, i, count, first);
@@ -155,7 +151,7 @@ __device__ __forceinline__ void weigh_by_products(const Chunk& t, int32_t begin,
   __syncthreads();
 }
 
-// The state behind the last token of a chain.
+// Updates the state: S = D(last, 0) S0 + sum of D(last, m) k[m] u[m]^T.
 __device__ __forceinline__ void carry_by_products(const Chunk& t, int32_t count) {
   const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane / 4, pair = lane % 4;
   const int64_t total = t.shared.sums[count - 1];

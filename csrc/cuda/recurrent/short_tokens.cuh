@@ -1,26 +1,25 @@
-// Trees and paths of at most 16 tokens with one decay for each head. As few_tokens.cuh, with the same bits; but a warp
-// has the weights and sums of all tokens in its lanes, which exchange them by shuffles, and waits for other warps only
-// for keys, queries and their norms.
+// Trees and paths of at most 16 tokens with decays per head, bitwise equal to few_tokens.cuh. A warp keeps A, C, and
+// sums in registers, exchanges them by shuffles, and waits for others only for keys, queries, and norms.
 #pragma once
 
 #include "cuda/recurrent/few_tokens.cuh"
 
 namespace pagedtree::cuda {
 
-constexpr int kShortTokens = kTurn;  // at most
+constexpr int kShortTokens = kTurn;  // maximum
 
 struct ShortShared {
-  alignas(16) uint16_t rows[2][kShortTokens][kRowStride];  // keys, queries; zeros behind the last token and channel
+  alignas(16) uint16_t rows[2][kShortTokens][kRowStride];  // keys, queries; zero-padded
   alignas(16) float u[kFewWarps][kShortTokens][kFewColumns];
   float norms[2][kShortTokens];
 };
 
-// A lane's part: token `lane`.
+// Per-lane state of token `lane`.
 struct ShortTokens {
   int32_t count, row = 0;
-  uint32_t mask = 0;  // the tokens of its path, itself included; none where it cannot be reached
+  uint32_t mask = 0;  // path with the token itself; 0 if unreachable
   float beta = 1.0f;
-  int64_t sum = 0;  // of g from the first token of the path on
+  int64_t sum = 0;  // fixed-point sum of g along the path
 
   __device__ __forceinline__ ShortTokens(const DeltaRuleParams& p, const Sequence& sequence, int32_t head)
       : count(sequence.total) {
@@ -31,7 +30,7 @@ struct ShortTokens {
     sum = fixed_point(p.g[row * p.g_token_stride + head * p.g_head_stride]);
     if (p.beta != nullptr) beta = p.beta[row * p.beta_token_stride + head * p.beta_head_stride];
   }
-  // In each round a token takes over the end of its own stretch of the path.
+  // Pointer jumping: each round doubles the reach.
   __device__ __forceinline__ void link(const Sequence& sequence) {
     const int32_t lane = threadIdx.x % 32;
     int32_t above = lane < count ? sequence.parent(lane) : -2;
@@ -51,7 +50,6 @@ struct ShortTokens {
   __device__ __forceinline__ int64_t sum_of(int32_t i) const { return __shfl_sync(~0u, sum, i); }
 };
 
-// Starts the copies of keys and queries.
 template <bool kAdvances>
 __device__ __forceinline__ void copy_rows(const DeltaRuleParams& p, ShortShared& shared, int32_t head,
                                           const ShortTokens& tokens) {
@@ -93,12 +91,12 @@ __device__ __forceinline__ void find_norms(const DeltaRuleParams& p, ShortShared
   }
 }
 
-// FewSums, and the weights of tokens 8 of + 2 pair + j for the lane's token of each tile, of keys and of queries.
+// FewSums, and A and C for keys 8 of + 2 pair + j and the lane's token of each tile.
 struct ShortSums : FewSums {
   float weights[2][2][2][2];  // [tile, key or query, of, j]
 };
 
-// Products with the state and with the keys. Rows of a product are the keys and queries of a tile, or the keys of both.
+// Computes products with state and keys. Rows are the keys and queries of a tile, or the keys of both tiles.
 template <typename T, bool kAdvances, StateWords kWords>
 __device__ __forceinline__ void find_sums(const DeltaRuleParams& p, const ShortShared& shared,
                                           const ShortTokens& tokens, const StateColumns<kWords>& state,
@@ -108,8 +106,8 @@ __device__ __forceinline__ void find_sums(const DeltaRuleParams& p, const ShortS
 #pragma unroll
   for (int product = 0; product < (kAdvances ? 1 : 2); ++product) {
     if (product == 1 && !is_long) break;
-    float high[2][4]{}, low[2][4]{};  // columns 2 x + n of the product's columns n
-    float with_keys[2][4]{};          // of each tile
+    float high[2][4]{}, low[2][4]{};  // [n]: columns 2 x + n
+    float with_keys[2][4]{};          // per tile
 #pragma unroll
     for (int step = 0; step < kFewSteps; ++step) {
       if (step * kStep >= p.key_dim) break;
@@ -134,7 +132,7 @@ __device__ __forceinline__ void find_sums(const DeltaRuleParams& p, const ShortS
       const float decay = decay_between(path, 0);
 #pragma unroll
       for (int which = 0; which < (kAdvances ? 1 : 2); ++which) {
-        const int first = kAdvances ? tile * 2 : which * 2;  // of the lane's numbers of a product
+        const int first = kAdvances ? tile * 2 : which * 2;  // accumulator index
         const float norm = shared.norms[which][i];
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
@@ -152,7 +150,7 @@ __device__ __forceinline__ void find_sums(const DeltaRuleParams& p, const ShortS
   }
 }
 
-// The triangular system. A token's sums go along its path from the root down.
+// Solves the triangular system. Sums follow each path from the root.
 template <bool kAdvances>
 __device__ __forceinline__ void solve_short(const DeltaRuleParams& p, const ShortTokens& tokens, ShortSums& sums) {
   const int32_t lane = threadIdx.x % 32, quad = lane / 4, pair = lane % 4;
@@ -185,7 +183,7 @@ __device__ __forceinline__ void solve_short(const DeltaRuleParams& p, const Shor
   }
 }
 
-// Stores the state with what the tokens of a path leave in it.
+// Stores S = D(last, 0) S0 + sum of D(last, m) k[m] u[m]^T.
 template <typename T, StateWords kWords>
 __device__ __forceinline__ void carry_short(const DeltaRuleParams& p, ShortShared& shared, const ShortTokens& tokens,
                                             const ShortSums& sums, StateColumns<kWords>& state) {
@@ -203,7 +201,7 @@ __device__ __forceinline__ void carry_short(const DeltaRuleParams& p, ShortShare
     *reinterpret_cast<float4*>(of_warp[i] + pair * 4) = make_float4(u[0], u[1], u[2], u[3]);
   }
   __syncwarp();
-  float high[2][4], low[2][4];  // of u: rows are columns of the state, of 8 tokens each
+  float high[2][4], low[2][4];  // tf32 parts of u; rows are columns of the state, per 8 tokens
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
     const float u = of_warp[e / 4 * kTile + pair + e % 4 / 2 * 4][quad * 2 + e % 2];
@@ -228,7 +226,7 @@ __device__ __forceinline__ void carry_short(const DeltaRuleParams& p, ShortShare
   }
 }
 
-// One CTA for each sequence, value head and 16 columns for each of its warps.
+// One CTA per sequence, value head, and 64 columns.
 template <typename T, StateWords kWords, bool kAdvances>
 __global__ void __launch_bounds__(kFewWarps * 32, 4)
     short_tokens_kernel(const __grid_constant__ DeltaRuleParams p, int32_t column_blocks) {
@@ -245,7 +243,7 @@ __global__ void __launch_bounds__(kFewWarps * 32, 4)
   if (tokens.count == 0) return;
   auto& shared = ptx::shared<ShortShared>();
   copy_rows<kAdvances>(p, shared, head, tokens);
-  uint2 values[2]{};  // unpacked later, so that nothing waits for them
+  uint2 values[2]{};  // unpacked late to keep the loads in flight
 #pragma unroll
   for (int tile = 0; tile < 2; ++tile) {
     const int64_t row = __shfl_sync(~0u, tokens.row, tile * kTile + quad);

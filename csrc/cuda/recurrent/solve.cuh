@@ -1,14 +1,12 @@
-// The triangular system of a group of weighed tokens, 8 of them at a time: each warp sums up what one token gets from
-// earlier blocks, one warp solves the block, and each warp completes the output of its token. A token's sums go along
-// its path from the root down, wherever the blocks begin.
+// Solves a group's triangular system in blocks of 8 tokens. Each warp sums a token's earlier blocks, one warp
+// substitutes within the block, each warp completes its token's output. Sums follow each path from the root.
 #pragma once
 
 #include "cuda/recurrent/chunk.cuh"
 
 namespace pagedtree::cuda {
 
-// By one warp, a column for each lane: u of the tokens begin .. begin + 7. What is left of their values lies in the
-// reads.
+// Forward substitution by one warp, a column per lane: u of tokens begin .. begin + 7. reads hold v minus prediction.
 __device__ __forceinline__ void substitute(const Chunk& t, int32_t begin, int32_t row, int32_t count) {
   const int32_t lane = threadIdx.x % 32;
   const bool with_beta = t.p.beta != nullptr;
@@ -21,7 +19,7 @@ __device__ __forceinline__ void substitute(const Chunk& t, int32_t begin, int32_
 #pragma unroll
     for (int m = 0; m < s; ++m) weights[s][m] = t.weights_of(0, row + s)[begin + m];
   }
-  __syncwarp();  // so that no load waits for the solution of an earlier token
+  __syncwarp();  // all loads precede the dependent chain
 #pragma unroll
   for (int m = 0; m < kBlock; ++m) {
     if (begin + m >= count) break;
@@ -64,7 +62,7 @@ __device__ __forceinline__ void solve(const Chunk& t, int32_t first, int32_t cou
       }
     }
     t.reads_of(0, row)[lane] = left;
-    value = load_value(t, i + kBlock, count);  // of the next block
+    value = load_value(t, i + kBlock, count);  // prefetch for the next block
     __syncthreads();
     if (warp == 0) substitute(t, begin, begin - first, count);
     __syncthreads();

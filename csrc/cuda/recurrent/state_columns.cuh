@@ -1,22 +1,22 @@
-// A warp's columns of a state, in registers.
+// A warp's columns of a state in registers.
 #pragma once
 
 #include "cuda/recurrent/numbers.cuh"
 
 namespace pagedtree::cuda {
 
-constexpr int kFewChannels = kPassChannels, kFewSteps = kFewChannels / kStep;  // at most
-constexpr int kFewColumns = 16;  // of a warp; a lane has 4 neighbours of them, for a token of each tile
+constexpr int kFewChannels = kPassChannels, kFewSteps = kFewChannels / kStep;  // maximum
+constexpr int kFewColumns = 16;                                                // per warp; a lane has 4 neighbours
 
-// Four neighbours in memory, at multiples of 16 bytes: columns of a channel, or channels of a column.
+// Direction of 16-byte words in memory.
 enum class StateWords { kOfColumns, kOfChannels };
 
-// A lane's elements of the warp's columns: channels 4 pair .. 4 pair + 3 of each step, columns 2 quad and 2 quad + 1.
+// A lane's elements: channels 4 pair .. 4 pair + 3 of each step, columns 2 quad and 2 quad + 1.
 template <StateWords kWords>
 struct StateColumns {
   float x[kFewSteps][4][2];
-  float* begin;      // null where there are none
-  int32_t channels;  // from the lane's first one on
+  float* begin;      // null if none
+  int32_t channels;  // from the lane's first one
 
   __device__ __forceinline__ StateColumns(const DeltaRuleParams& p, int64_t b, int32_t head, int32_t first_column) {
     const int32_t lane = threadIdx.x % 32, column = first_column + lane / 4 * 2, channel = lane % 4 * 4;
@@ -26,7 +26,6 @@ struct StateColumns {
                                                : p.state + index * p.state_strides[0] + head * p.state_strides[1] +
                                                      channel * p.state_strides[2] + column * p.state_strides[3];
   }
-  // Copies the words of a step, whose elements these are, from or to memory.
   template <bool kStores>
   __device__ __forceinline__ void copy(const DeltaRuleParams& p, int step, float (&of)[4][2]) {
     if (begin == nullptr || step * kStep >= channels) return;
@@ -54,7 +53,7 @@ struct StateColumns {
   }
 };
 
-// Adds the products of 8 tokens' keys, of 4 channels of a lane, with both parts of u.
+// Adds k u^T of 8 tokens, with both tf32 parts of u.
 template <typename T>
 __device__ __forceinline__ void add_keys(float (&added)[2][4], float (&of_low)[2][4], const float (&high)[4],
                                          const float (&low)[4], uint32_t keys, uint32_t others) {
@@ -66,7 +65,7 @@ __device__ __forceinline__ void add_keys(float (&added)[2][4], float (&of_low)[2
   }
 }
 
-// A lane's numbers of a step, of channels 2 x + n of the products' columns.
+// Adds a step's products to a lane's elements; channel 2 x + n is column x of product n.
 __device__ __forceinline__ void add_to_state(float (&x)[4][2], const float (&added)[2][4], const float (&of_low)[2][4],
                                              float decay) {
 #pragma unroll

@@ -1,13 +1,11 @@
-// Tokens whose decays of channels leave the range of products: a warp walks the path of one such token upwards, and
-// multiplies its key and its query by the decays as it goes. And the state behind a chain.
+// Tokens whose decays per channel leave the range of products: a warp multiplies key and query up the token's path.
 #pragma once
 
 #include "cuda/recurrent/chunk.cuh"
 
 namespace pagedtree::cuda {
 
-// By one warp: the weights for token i of the tokens on its path, itself included. A lane has channels 4 lane ..
-// 4 lane + 3 of each 128.
+// Computes A[i, m] and C[i, m] for the path of token i, by one warp. A lane has 4 channels of each 128.
 template <int kParts, typename Tokens>
 __device__ __forceinline__ void walk(const DeltaRuleParams& p, int32_t head, const Tokens& tokens, int32_t i,
                                      float query_norm, float* key_weights, float* query_weights) {
@@ -60,7 +58,6 @@ __device__ __forceinline__ void walk(const DeltaRuleParams& p, int32_t head, con
   }
 }
 
-// The tokens of a chunk's group, or of a turn, from `begin` on that walk.
 template <typename Tokens>
 __device__ __forceinline__ void weigh_by_walks(const Tokens& t, int32_t begin, int32_t count) {
   for (int32_t row = threadIdx.x / 32; row < t.group && begin + row < count; row += blockDim.x / 32) {
@@ -72,7 +69,7 @@ __device__ __forceinline__ void weigh_by_walks(const Tokens& t, int32_t begin, i
   __syncthreads();
 }
 
-// The state behind the last token of a chain; each warp has channels of its own.
+// Updates the state behind a chain; warps have separate channels.
 __device__ __forceinline__ void carry_by_walks(const Chunk& t, int32_t count) {
   const int32_t lane = threadIdx.x % 32;
   for (int32_t c = threadIdx.x / 32; c < t.p.key_dim; c += kWarps) {

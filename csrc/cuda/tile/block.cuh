@@ -1,6 +1,4 @@
-// Reductions and searches by all threads of a CTA, or of all CTAs of a cluster. A CTA is one-dimensional and has whole
-// warps. Every thread makes the call, and every thread gets the result. The CTAs of a cluster must have met once
-// (ptx::meet_cluster) before.
+// Reductions, scans, and sorts by all threads of a CTA (whole warps), or of a cluster after one ptx::meet_cluster().
 #pragma once
 
 #include "core/common.h"
@@ -11,10 +9,9 @@ namespace pagedtree::cuda {
 constexpr int kMaxWarps = 32;
 constexpr int kMaxCluster = 16;
 
-// True for one thread of a cluster.
 __device__ __forceinline__ bool leads_cluster() { return threadIdx.x == 0 && ptx::cluster_rank() == 0; }
 
-// Scratch of the functions below. Before a function writes it, it waits until all threads have read it.
+// Scratch of the functions below, which synchronize before they overwrite it.
 struct BlockShared {
   uint64_t warps[kMaxWarps];
   uint64_t ctas[kMaxCluster];
@@ -25,7 +22,7 @@ __device__ __forceinline__ uint64_t warp_sum(uint64_t value) {
   for (int bits = 16; bits > 0; bits /= 2) value += __shfl_xor_sync(~0u, value, bits);
   return value;
 }
-// The sum of the values up to this lane's, its own included.
+// Returns the inclusive prefix sum over the lanes.
 __device__ __forceinline__ uint64_t warp_scan(uint64_t value) {
 #pragma unroll 1
   for (unsigned delta = 1; delta < 32; delta *= 2) {
@@ -35,7 +32,7 @@ __device__ __forceinline__ uint64_t warp_scan(uint64_t value) {
   return value;
 }
 
-// Each CTA gives one value; `use` reads the values of all CTAs in shared.ctas.
+// Publishes one value per CTA in shared.ctas; `use` reads them between two cluster barriers.
 template <typename Use>
 __device__ __forceinline__ void exchange(BlockShared& shared, uint64_t value, Use use) {
   if (threadIdx.x < ptx::cluster_size()) *ptx::of_cta(&shared.ctas[ptx::cluster_rank()], threadIdx.x) = value;
@@ -44,8 +41,7 @@ __device__ __forceinline__ void exchange(BlockShared& shared, uint64_t value, Us
   ptx::meet_cluster();
 }
 
-// The largest value of a warp, of a CTA. Bits of kFlags, all below bit 32, do not take part: they are set if one of the
-// values has them.
+// Return the maximum of a warp or CTA. Bits of kFlags, all below bit 32, are or-ed instead.
 template <uint32_t kFlags = 0>
 __device__ __forceinline__ uint64_t warp_max(uint64_t value) {
   const uint32_t own = static_cast<uint32_t>(value >> 32), high = __reduce_max_sync(~0u, own);
@@ -62,8 +58,7 @@ __device__ __forceinline__ uint64_t block_max(BlockShared& shared, uint64_t valu
   __syncthreads();
   return warp_max<kFlags>(threadIdx.x % 32 < blockDim.x / 32 ? shared.warps[threadIdx.x % 32] : 0);
 }
-// Bit 31 does not take part: it is set if one of the values has it, as ranked() has. Not inlined, as rows are asked for
-// it in many places.
+// Returns the maximum of a cluster. Bit 31, the flag of ranked(), is or-ed. Not inlined: many calls per row.
 inline __device__ __attribute__((noinline)) uint64_t cluster_max(BlockShared& shared, uint64_t value) {
   constexpr uint32_t kFlag = 1u << 31;
   value = block_max<kFlag>(shared, value);
@@ -74,7 +69,7 @@ inline __device__ __attribute__((noinline)) uint64_t cluster_max(BlockShared& sh
   return value;
 }
 
-// The sum of the values of the warps before this one; `total` is the sum over all warps.
+// Returns the sum over the preceding warps; `total` is the sum over all warps.
 __device__ __forceinline__ uint64_t sum_before_warp(BlockShared& shared, uint64_t of_warp, uint64_t& total) {
   __syncthreads();
   if (threadIdx.x % 32 == 0) shared.warps[threadIdx.x / 32] = of_warp;
@@ -89,7 +84,6 @@ __device__ __forceinline__ uint64_t sum_before_warp(BlockShared& shared, uint64_
   return before;
 }
 
-// The same over the warps of all CTAs of the cluster.
 __device__ __forceinline__ uint64_t sum_before_warp_of_cluster(BlockShared& shared, uint64_t of_warp, uint64_t& total) {
   uint64_t before = sum_before_warp(shared, of_warp, total);
   if (ptx::cluster_size() == 1) return before;
@@ -104,7 +98,6 @@ __device__ __forceinline__ uint64_t sum_before_warp_of_cluster(BlockShared& shar
   return before;
 }
 
-// The sum over a CTA, over a cluster.
 __device__ __forceinline__ uint64_t block_sum(BlockShared& shared, uint64_t value) {
   uint64_t total;
   sum_before_warp(shared, warp_sum(value), total);
@@ -116,13 +109,13 @@ __device__ __forceinline__ uint64_t cluster_sum(BlockShared& shared, uint64_t va
   return total;
 }
 
-// The sum of the values up to this thread's, its own included; `total` is the sum of all.
+// Returns the inclusive prefix sum over the CTA's threads; `total` is their sum.
 __device__ __forceinline__ uint64_t block_scan(BlockShared& shared, uint64_t value, uint64_t& total) {
   value = warp_scan(value);
   return sum_before_warp(shared, __shfl_sync(~0u, value, 31), total) + value;
 }
 
-// How many threads before this one have the flag; `total` counts all that have it.
+// Returns the number of preceding threads with the flag; `total` counts all threads with it.
 __device__ __forceinline__ int32_t rank_in_block(BlockShared& shared, bool flag, int32_t& total) {
   const uint32_t lanes = __ballot_sync(~0u, flag);
   uint64_t sum;
@@ -131,8 +124,7 @@ __device__ __forceinline__ int32_t rank_in_block(BlockShared& shared, bool flag,
   return static_cast<int32_t>(before) + popcount32(lanes & ((1u << (threadIdx.x % 32)) - 1));
 }
 
-// Splits `size` items into one run for each warp of the cluster. All runs but the last have `length` items, a multiple
-// of 32.
+// A warp's share of `size` items. All runs but the last have `length` items, a multiple of 32.
 struct WarpRun {
   int32_t length, begin, end;
 };

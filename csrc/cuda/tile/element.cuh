@@ -1,4 +1,4 @@
-// Single elements of caches and outputs as fp32, and back.
+// Conversion of single elements of caches and outputs to and from fp32.
 #pragma once
 
 #include "cuda/tile/mma.cuh"
@@ -8,7 +8,7 @@ namespace pagedtree::cuda {
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-// Exponents of e4m3 are 120 smaller; subnormals become fp32's for a moment.
+// The exponent bias of e4m3 is 120 smaller. The product also normalizes subnormals.
 __device__ __forceinline__ float to_float(Float8E4M3 x) {
   const uint32_t magnitude = x.code & 0x7fu, sign = (x.code & 0x80u) << 24;
   const uint32_t value = bits_as<uint32_t>(bits_as<float>(magnitude << 20) * 0x1p120f);

@@ -1,4 +1,4 @@
-// Values that are found once and stay the same while the process runs.
+// A cache of values that stay the same while the process runs.
 #pragma once
 
 #include <atomic>
@@ -6,11 +6,11 @@
 
 namespace pagedtree::cuda {
 
-// A value for each key. Threads that ask for a known one take no lock, and what they get stays where it is.
+// One value per key. Lookups of cached keys take no lock, and references stay valid.
 template <typename Key, typename Value>
 class Known {
  public:
-  // Calls `find` for a key that is asked for the first time; if it throws, the next one who asks tries again.
+  // Calls `find` once for a new key. If it throws, the next call tries again.
   template <typename Find>
   Value& at(const Key& key, Find find) {
     if (Entry* known = entry_of(key)) return known->value;
@@ -21,7 +21,7 @@ class Known {
   }
 
  private:
-  // Never freed, as kernels may be launched until the process ends.
+  // Never freed: kernels may be launched until the process ends.
   struct Entry {
     const Key key;
     Value value;

@@ -1,4 +1,3 @@
-// What was made of arguments that come again and again.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +6,7 @@
 
 namespace pagedtree::cuda {
 
-// For each address, what was made of the last arguments that came with it. For one thread.
+// Caches, per address, the result of the last arguments. Not thread-safe.
 template <typename Arguments, typename Made>
 class Latest {
  public:

@@ -1,4 +1,4 @@
-// Starts kernels: on a CUDA stream, or on the CPU under simt.
+// Launches kernels on a CUDA stream, or on the CPU under simt.
 #pragma once
 
 #include <cstddef>
@@ -20,20 +20,18 @@
 
 namespace pagedtree::cuda {
 
-// What a launcher may ask of the current device.
 struct DeviceLimits {
   int num_sms;
-  int max_shared_bytes;  // of a block
+  int max_shared_bytes;  // per CTA
   int capability;        // 90 for 9.0
 };
 
-// As many CTAs as give each of `count` items a thread.
+// Returns the grid in which each of `count` items has a thread.
 inline dim3 grid_of(int64_t count, int threads) { return dim3(static_cast<unsigned>((count + threads - 1) / threads)); }
 
 #if defined(__CUDACC__)
 
-// Whether an error tells of a kernel that ran before: such a kernel leaves the device unusable for the process, and any
-// call gets its error.
+// True for errors of an earlier kernel, which leave the device unusable: all later calls of the process return them.
 inline bool is_of_earlier_kernel(cudaError_t status) {
   switch (status) {
     case cudaErrorECCUncorrectable:
@@ -52,7 +50,7 @@ inline bool is_of_earlier_kernel(cudaError_t status) {
   }
 }
 
-// Throws what came of a call. Errors are read, so that nobody else takes them for his own.
+// Throws for a failed call. Clears the error first, so that no other library reports it.
 inline void check_cuda(cudaError_t status, const std::string& what) {
   if (status == cudaSuccess) return;
   cudaGetLastError();
@@ -66,7 +64,6 @@ inline int current_device() {
   return device;
 }
 
-// What a kernel is on the device that is current now.
 using KernelOnDevice = std::pair<int, const void*>;
 
 template <typename... Params>
@@ -108,15 +105,13 @@ const cudaFuncAttributes& attributes_of(void (*kernel)(Params...)) {
   });
 }
 
-// The architecture of the code that runs on this device, such as 90. It is older than the device if the build has
-// nothing newer.
+// Returns the architecture of the loaded code, such as 90. It can be older than the device.
 template <typename... Params>
 int code_version(void (*kernel)(Params...)) {
   return attributes_of(kernel).ptxVersion;
 }
 
-// The most CTAs of a cluster: 16 if the GPU grants them even to CTAs that each take a whole SM, else 8, which every GPU
-// with clusters grants; 1 if the code that runs there has no clusters.
+// Returns the largest cluster: 16 if granted to CTAs that fill an SM, else the portable 8; 1 if the code has none.
 template <typename... Params>
 int max_cluster(void (*kernel)(Params...)) {
   if (code_version(kernel) < 90) return 1;
@@ -143,7 +138,7 @@ int max_cluster(void (*kernel)(Params...)) {
   });
 }
 
-// Lets the kernel have this much shared memory on the current device. The driver is asked only for more than before.
+// Raises the kernel's limit of shared memory on the current device. Smaller requests skip the driver call.
 template <typename... Params>
 void allow_shared(void (*kernel)(Params...), size_t bytes) {
   constexpr size_t kWithoutAsking = 48 << 10;
@@ -156,14 +151,14 @@ void allow_shared(void (*kernel)(Params...), size_t bytes) {
   if (bytes <= allowed.load(std::memory_order_acquire)) return;
   check_kernel(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
                kernel);
-  // Asks for as little L1 as possible: with the driver's own choice fewer CTAs may fit on an SM.
+  // Minimizes L1: with the driver's default carveout fewer CTAs may fit on an SM.
   check_kernel(
       cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
       kernel);
   allowed.store(bytes, std::memory_order_release);
 }
 
-// kernel<<<grid, block, shared_bytes, stream>>>(arguments...) with an attribute, if any; an empty grid is no launch.
+// Launches with an optional attribute. An empty grid is no launch.
 template <typename... Params, typename... Arguments>
 void launch_with(const cudaLaunchAttribute* attribute, void (*kernel)(Params...), dim3 grid, dim3 block,
                  size_t shared_bytes, void* stream, Arguments&&... arguments) {
@@ -181,7 +176,6 @@ void launch_with(const cudaLaunchAttribute* attribute, void (*kernel)(Params...)
   check_kernel(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...), kernel);
 }
 
-// Launches clusters of this many CTAs, neighbours along x.
 template <typename... Params, typename... Arguments>
 void launch_clusters(void (*kernel)(Params...), dim3 grid, dim3 block, unsigned cluster, size_t shared_bytes,
                      void* stream, Arguments&&... arguments) {
@@ -192,8 +186,8 @@ void launch_clusters(void (*kernel)(Params...), dim3 grid, dim3 block, unsigned 
               std::forward<Arguments>(arguments)...);
 }
 
-// If the GPU can, the kernel starts while the one before it ends (programmatic dependent launch): it must not touch
-// memory, and let no other kernel start, before ptx::wait_for_kernels_before().
+// Overlaps the kernel with the end of the previous one if the code can (programmatic dependent launch). It must not
+// access memory or let another start before ptx::wait_for_kernels_before().
 template <typename... Params, typename... Arguments>
 void launch_behind(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, void* stream,
                    Arguments&&... arguments) {
@@ -233,7 +227,6 @@ void launch_behind(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shar
 
 #endif
 
-// The same without clusters.
 template <typename... Params, typename... Arguments>
 void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, void* stream,
             Arguments&&... arguments) {

@@ -1,8 +1,6 @@
-// Loads operands of mma.m16n8k16 from shared memory, 16-bit or e4m3. A lane has quad = lane / 4 and pair = lane % 4.
-//
-// e4m3 rows are read with the same instructions: what ldmatrix takes for one 16-bit element is a pair of neighbours.
-// This changes the order within 16 columns. For K it is the order of the dot product's terms, and Q is stored in the
-// same order; for V it is the order of the output's columns, see accumulator_columns().
+// Loads the operands of mma.m16n8k16, 16-bit or e4m3, from shared memory. quad = lane / 4, pair = lane % 4. e4m3 uses
+// the same ldmatrix: one 16-bit element is a pair of neighbouring codes. This permutes 16 columns. In K they are terms
+// of a dot product, and Q has the same permutation. In V they are output columns (accumulator_columns()).
 #pragma once
 
 #include "cuda/tile/swizzle.cuh"
@@ -19,7 +17,7 @@ constexpr bool kIsFloat8 = sizeof(Kv) == 1;
 template <typename T>
 constexpr bool kIsBFloat16 = std::is_same_v<T, __nv_bfloat16>;
 
-// As __builtin_bit_cast, also for CUDA's half types.
+// __builtin_bit_cast that also accepts CUDA's half types.
 template <typename To, typename From>
 __device__ __forceinline__ To bits_as(const From& from) {
   static_assert(sizeof(To) == sizeof(From));
@@ -39,13 +37,11 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
 
 // ---- e4m3
 
-// The type in which operands are multiplied. e4m3 becomes half, in which it is exact: not every GPU converts it to
-// bfloat16.
+// Operand type of the product. e4m3 becomes half, which is exact; not every GPU converts e4m3 to bfloat16.
 template <typename T, typename Kv>
 using Multiplied = std::conditional_t<kIsFloat8<Kv>, __half, T>;
 
-// Older GPUs do not convert e4m3. For them the bits of a code are moved to their places in a half, which gives 1 / 256
-// of its value. The factor goes into scores and outputs, because multiplying each element would cost more.
+// Before sm_89: shifting a code's bits into a half gives 1 / 256 of its value. Scores and outputs are rescaled.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
 constexpr bool kConvertsFloat8 = false;
 #else
@@ -54,12 +50,12 @@ constexpr bool kConvertsFloat8 = true;
 template <typename Kv>
 constexpr float kDecodedScale = kIsFloat8<Kv> && !kConvertsFloat8 ? 256.0f : 1.0f;
 
-// The codes in the high bytes of the two halves of `codes`, as 1 / 256 of their values; NaN codes become +-480 / 256.
+// Converts the high bytes of both halves of `codes` to 1 / 256 of their values. NaN becomes +-480 / 256.
 __device__ __forceinline__ uint32_t move_e4m3(uint32_t codes) {
   return (codes & 0x80008000u) | ((codes & 0x7f007f00u) >> 1);
 }
 
-// Bytes 0 and 1 of `codes`, and 2 and 3, as pairs of halves.
+// Converts bytes {0, 1} and {2, 3} to pairs of halves.
 __device__ __forceinline__ uint2 decode_neighbours(uint32_t codes) {
   if constexpr (kConvertsFloat8) {
     return make_uint2(ptx::half2_from_e4m3(codes), ptx::half2_from_e4m3(codes >> 16));
@@ -68,7 +64,7 @@ __device__ __forceinline__ uint2 decode_neighbours(uint32_t codes) {
   }
 }
 
-// Bytes 0 and 2, and 1 and 3.
+// Converts bytes {0, 2} and {1, 3}.
 __device__ __forceinline__ uint2 decode_alternates(uint32_t codes) {
   if constexpr (kConvertsFloat8) return decode_neighbours(__byte_perm(codes, 0, 0x3120));
   return make_uint2(move_e4m3(codes << 8), move_e4m3(codes));
@@ -81,7 +77,7 @@ __device__ __forceinline__ void load_q(uint32_t (&a)[4], uint32_t base, uint32_t
   ptx::ldmatrix_x4(a, base + Rows::offset(row + lane % 16, column / 8 + lane / 16));
 }
 
-// Stores the 8 columns of chunk `chunk` where load_q() expects them for a K of type Kv.
+// Stores the 8 columns of `chunk` in load_q()'s order for a K of type Kv.
 template <typename Rows, typename Kv>
 __device__ __forceinline__ void store_q(unsigned char* q, uint32_t row, uint32_t chunk, uint4 values) {
   if constexpr (kIsFloat8<Kv>) {
@@ -153,8 +149,7 @@ __device__ __forceinline__ ValueFragments load_v(uint32_t base, uint32_t lane, u
   return v;
 }
 
-// Two accumulators hold 16 columns of the output. Returns the lane's pair `i` (0 or 1) of neighbouring columns {first,
-// first + 1} in accumulator row `half` (quad + 8 * half).
+// Returns pair `i` (0 or 1) of the lane's output columns {first, first + 1} in row quad + 8 * half, of 16 columns.
 struct ColumnPair {
   uint32_t first;
   float values[2];

@@ -1,4 +1,4 @@
-// Hopper's instructions (sm_90a), as ptx.cuh: mbarrier, TMA, wgmma.
+// Hopper's instructions (sm_90a): mbarrier, TMA, wgmma.
 #pragma once
 
 #include "cuda/tile/ptx.cuh"

@@ -1,4 +1,4 @@
-// From fp32 to e4m3 codes: saturate(value / scale), the same bits as the CPU's e4m3_from_float(value / scale).
+// fp32 to e4m3: saturate(value / scale), bitwise equal to the CPU's e4m3_from_float(value / scale).
 #pragma once
 
 #include "core/numeric.h"
@@ -6,8 +6,7 @@
 
 namespace pagedtree::cuda {
 
-// The quotient is exact to the last bit wherever the code depends on it. The compiler's own division has a branch of
-// its own for each number, so that those of a thread follow one another; here they overlap.
+// Correctly rounded where the code depends on it. The compiler's division branches and serializes a thread's numbers.
 class Quantizer {
  public:
   __device__ __forceinline__ explicit Quantizer(float scale)
@@ -33,9 +32,9 @@ class Quantizer {
   }
 
  private:
-  // The quotient by the reciprocal, corrected twice by what is left, as in Markstein, IBM Journal of Research and
-  // Development, 1990. Larger numbers than `limit_` get the largest code, as it does; far smaller ones get code 0,
-  // whatever is left of them. What is left of a zero has lost the sign.
+  // Multiplies by the reciprocal and corrects twice by the remainder (Markstein, IBM Journal of Research and
+  // Development, 1990). Magnitudes are clamped to `limit_`, which gets the largest code. Far smaller ones get code 0
+  // despite an inexact remainder. A zero's remainder has no sign.
   __device__ __forceinline__ float quotient(float value) const {
     const float bounded = fabsf(value) > limit_ ? copysignf(limit_, value) : value;
     const float first = bounded * reciprocal_;

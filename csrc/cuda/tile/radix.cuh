@@ -1,5 +1,5 @@
-// Finds the best items of a large set by a 32-bit key, without sorting it: the threshold is found digit by digit, from
-// the counts and masses of items by digit. These are sums of integers, the same for any number of threads.
+// Radix selection: finds the threshold of the best items by a 32-bit key, digit by digit, from counts and masses per
+// digit. Integer sums are independent of the number of threads.
 #pragma once
 
 #include "cuda/tile/block.cuh"
@@ -14,15 +14,14 @@ struct Totals {
   uint64_t count, mass;
 };
 
-// Lanes add in separate columns, so that two of them seldom use one bin at a time. Where items are few, so are columns.
+// Each lane adds to one of several columns, which avoids most conflicts of atomics. Few items need few columns.
 constexpr unsigned kMaxColumns = 16, kFewColumns = 4;
 using Columns = uint32_t[kBins * kMaxColumns];
-// Masses are added in two halves, so that no column overflows for the largest vocabulary. The columns of the upper
-// halves follow those of the lower ones.
+// Masses are added as 16-bit halves, upper columns after lower ones, so that 32 bits do not overflow at kMaxVocab.
 using MassColumns = uint32_t[2 * kBins * kMaxColumns];
 static_assert(kMaxVocab / kMaxColumns * 0xffff <= 0xffffffff);
 
-// The largest key such that the items at or above it reach some target.
+// The largest key for which the items at or above it reach the target.
 struct Cut {
   uint32_t key;
   uint64_t target;
@@ -31,8 +30,8 @@ struct Cut {
 
 struct RadixShared {
   BlockShared block;
-  Totals totals[kBins];  // sums by digit
-  Totals of_cta[kBins];  // the same of one CTA of a cluster
+  Totals totals[kBins];  // per digit, cluster
+  Totals of_cta[kBins];  // per digit, this CTA
   Cut cut;
   alignas(16) Columns counts;
 };
@@ -59,17 +58,16 @@ __device__ __forceinline__ Totals sum_of_columns(const RadixShared& shared, cons
   Totals sum{0, 0};
 #pragma unroll 1
   for (unsigned i = 0; i < columns; ++i) {
-    const unsigned cell = bin * columns + ((bin + i) & (columns - 1));  // neighbouring threads use different banks
+    const unsigned cell = bin * columns + ((bin + i) & (columns - 1));  // rotated against bank conflicts
     sum.count += shared.counts[cell];
     if (masses != nullptr) sum.mass += masses[cell] + (uint64_t{masses[cell + kBins * columns]} << 16);
   }
   return sum;
 }
 
-// Sums by `digit`, over all CTAs of the cluster, the items whose keys begin with the digits of `prefix`.
-// items.each(least, f) calls f(key, index) for each of this thread's items; items with keys below `least` may be left
-// out. Keys are above 0. If `among` is, too, only items with this key take part, by the complements of their indices.
-// `masses`, MassColumns, may be null.
+// Sums counts and masses per `digit`, over the cluster, of items whose keys begin with `prefix`. items.each(least, f)
+// calls f(key, index) for this thread's items, maybe not for keys below `least`. Keys are > 0. `among` > 0: only items
+// with that key, by the complement of their index. `masses` (MassColumns) may be null.
 template <typename Items, typename Weight>
 __device__ __forceinline__ void tabulate(RadixShared& shared, uint32_t* masses, const Items& items, Weight weight,
                                          int digit, uint32_t prefix, uint32_t among = 0) {
@@ -104,8 +102,8 @@ __device__ __forceinline__ void tabulate(RadixShared& shared, uint32_t* masses, 
   ptx::meet_cluster();
 }
 
-// Appends to shared.cut the highest bin at which the count or mass from the top, of those above included, reaches the
-// target; the lowest bin if none does. For the first digit, target(sums of all bins) is asked.
+// Appends to shared.cut the highest bin at which the count or mass from the top reaches the target, or the lowest bin
+// if none does. The first digit calls target(sums of all bins).
 template <typename Target>
 __device__ __forceinline__ void find_bin(RadixShared& shared, bool by_mass, bool is_first, Target target) {
   constexpr int kBinsPerLane = kBins / 32;
@@ -114,7 +112,7 @@ __device__ __forceinline__ void find_bin(RadixShared& shared, bool by_mass, bool
     Cut cut = shared.cut;
     const int lane = static_cast<int>(threadIdx.x), top = kBins - 1 - kBinsPerLane * lane;
     Totals mine{0, 0};
-    // Unrolled, these loops would need more registers than any pass over a row.
+    // Unrolled, these loops would set the kernel's register count.
 #pragma unroll 1
     for (int i = 0; i < kBinsPerLane; ++i) {
       mine.count += totals[top - i].count;
@@ -124,7 +122,7 @@ __device__ __forceinline__ void find_bin(RadixShared& shared, bool by_mass, bool
     if (is_first) cut.target = target(Totals{__shfl_sync(~0u, reached.count, 31), __shfl_sync(~0u, reached.mass, 31)});
     reached = {cut.above.count + reached.count, cut.above.mass + reached.mass};
     const uint32_t lanes = __ballot_sync(~0u, (by_mass ? reached.mass : reached.count) >= cut.target);
-    __syncwarp();  // all have read the cut
+    __syncwarp();  // after all reads of the cut
     if (lane == (lanes == 0 ? 31 : __ffs(static_cast<int>(lanes)) - 1)) {
       Totals above{reached.count - mine.count, reached.mass - mine.mass};
       int bin = top;
@@ -141,8 +139,7 @@ __device__ __forceinline__ void find_bin(RadixShared& shared, bool by_mass, bool
   __syncthreads();
 }
 
-// The key that begins with these digits. Keys differ only in them: the other bits follow from the sign of the float
-// that the key stands for.
+// Extends digits to a key. Keys differ only in these digits; the float's sign decides the remaining bits.
 __device__ __forceinline__ uint32_t whole_key(uint32_t key, int digits) {
   const int rest = 32 - kDigitBits * digits;
   if (rest == 0) return key;
@@ -150,9 +147,8 @@ __device__ __forceinline__ uint32_t whole_key(uint32_t key, int digits) {
   return key << rest | (negative ? (1u << rest) - 1 : 0u);
 }
 
-// The cut at which the count or mass of the items reaches target(sums of all items); if that is 0, nothing is looked
-// for, and shared.totals has the sums by the first digit. See tabulate() for `among`. Without it, only items whose keys
-// begin with the `first` digits of `prefix` may take part.
+// Returns the cut at which count or mass reach target(sums of all items). Target 0 stops after the first digit, with
+// its sums in shared.totals. Without `among`, items may be limited to keys that begin with `first` digits of `prefix`.
 template <typename Items, typename Weight, typename Target>
 __device__ __forceinline__ Cut find_cut(RadixShared& shared, uint32_t* masses, const Items& items, Weight weight,
                                         int digits, uint32_t among, bool by_mass, Target target, int first = 0,
@@ -171,18 +167,18 @@ __device__ __forceinline__ Cut find_cut(RadixShared& shared, uint32_t* masses, c
   }
   Cut cut = shared.cut;
   cut.key = whole_key(cut.key, digits);
-  __syncthreads();  // all have read
+  __syncthreads();  // after all reads of the cut
   return cut;
 }
 
-// The `count` best of a set, by key, then by index.
+// The `count` best items, by key, then by index.
 struct Selection {
   uint32_t least;   // key
-  int64_t tie_end;  // items with this key belong to the best if their index is below it
+  int64_t tie_end;  // items with this key are selected below this index
   __device__ bool has(uint32_t key, int64_t index) const { return key > least || (key == least && index < tie_end); }
 };
 
-// Selects the `count` best of items.size() items. items.each() leaves out items that do not take part.
+// Selects the `count` best items. items.each() may leave items out.
 template <typename Items>
 __device__ __forceinline__ Selection select_best(RadixShared& shared, const Items& items, int digits, uint64_t count) {
   if (count == 0) return {~0u, 0};
@@ -200,7 +196,7 @@ __device__ __forceinline__ Selection select_best(RadixShared& shared, const Item
   }
 }
 
-// A key and the complement of its index: the larger one is the better.
+// Orders by key, descending, then by index, ascending.
 __device__ __forceinline__ uint64_t ranked_key(uint32_t key, int64_t index) {
   return uint64_t{key} << 32 | static_cast<uint32_t>(~static_cast<uint32_t>(index));
 }

@@ -1,4 +1,4 @@
-// Reductions and scans among threads.
+// Reductions and scans over a warp or CTA.
 #pragma once
 
 #include "cuda/tile/ptx.cuh"
@@ -13,7 +13,7 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-// Reduces over the four lanes that hold a row of an mma accumulator.
+// Reduce over the four lanes of a row of an mma accumulator.
 __device__ __forceinline__ float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(kWholeWarp, x, 1));
   return fmaxf(x, __shfl_xor_sync(kWholeWarp, x, 2));
@@ -23,15 +23,14 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(kWholeWarp, x, 2);
 }
 
-// Reduces over the eight lanes that hold the same columns of an mma accumulator.
+// Reduces over the eight lanes of the same columns of an mma accumulator.
 __device__ __forceinline__ uint32_t column_or(uint32_t x) {
   x |= __shfl_xor_sync(kWholeWarp, x, 4);
   x |= __shfl_xor_sync(kWholeWarp, x, 8);
   return x | __shfl_xor_sync(kWholeWarp, x, 16);
 }
 
-// Thread i < `count` of the CTA gets op over the values of threads 0..i; `values` has one entry per thread and keeps
-// the results.
+// Returns op over threads 0..i to thread i < `count`; `values` has one entry per thread and keeps the results.
 template <typename T, typename Op>
 __device__ T block_scan(T* values, T value, int32_t count, const Op& op) {
   const auto thread = static_cast<int32_t>(threadIdx.x);

@@ -1,13 +1,12 @@
-// Where the rows of a matrix lie in shared memory, so that ldmatrix reads 8 rows of a column at once without bank
-// conflicts.
+// Swizzled matrices in shared memory: ldmatrix reads 8 rows of a column without bank conflicts.
 #pragma once
 
 #include "cuda/tile/ptx.cuh"
 
 namespace pagedtree::cuda {
 
-// kRows rows of kRowBytes, in panels: columns of 128 bytes, then one of 64 and one of 32 bytes for the rest. Within a
-// panel the place of a 16-byte chunk depends on the row, so that a column of 8 rows covers all 32 banks.
+// kRows rows of kRowBytes as panels of 128 bytes, then one of 64 and one of 32 for the remainder. Within a panel a
+// chunk of 16 bytes is xor-ed with its row, so that 8 rows of a column cover all 32 banks.
 template <int kRowBytes, int kRows>
 struct Panels {
   static_assert(kRowBytes % 32 == 0 && kRows % 8 == 0);
@@ -15,7 +14,7 @@ struct Panels {
   static constexpr int kChunks = kRowBytes / 16;
   static constexpr int kWide = kChunks / 8, kHalf = kChunks / 4 % 2, kQuarter = kChunks / 2 % 2;  // panels
 
-  // All is unsigned, so that the compiler sees which bits come from the lane and which are constants.
+  // Unsigned, so that the compiler separates the lane's bits from constants.
   static __device__ __forceinline__ uint32_t offset(uint32_t row, uint32_t chunk) {
     constexpr uint32_t kWideChunks = kWide * 8, kMost = kWideChunks + kHalf * 4;
     if constexpr (kWideChunks != 0) {
@@ -25,8 +24,7 @@ struct Panels {
     return kMost * 16 * kRows + in_panel<2>(row, (chunk - kMost) % 2);
   }
 
-  // Calls copy(load(row), chunk, offset) for the chunks of `thread` among kThreads; neighbours have neighbouring
-  // chunks. load() is called for all rows before the first copy, so that there is one wait for them.
+  // Calls copy(load(row), chunk, offset) for the thread's chunks, all load() first, so that their latencies overlap.
   template <int kThreads, typename Load, typename Copy>
   static __device__ __forceinline__ void for_each_chunk(uint32_t thread, const Load& load, const Copy& copy) {
     if constexpr (kWide != 0) each_in_panels<kThreads, 8, kWide>(thread, 0, load, copy);

@@ -1,4 +1,4 @@
-// Makes the maps by which TMA reads a tensor: on a GPU by the driver, under simt as they are.
+// Encodes TMA's tensor maps: by the driver on a GPU, as plain structs under simt.
 #pragma once
 
 #include <optional>
@@ -16,11 +16,11 @@
 
 namespace pagedtree::cuda {
 
-// A tensor of 16-bit numbers, dimensions and boxes from the innermost on; columns lie side by side.
+// A tensor of 16-bit elements with contiguous columns. Dimensions are listed from the innermost.
 struct MappedTensor {
   const void* data;
   uint64_t sizes[5];
-  uint64_t strides[4];  // in bytes, of all but the columns
+  uint64_t strides[4];  // bytes, without the columns
   uint32_t box[5];
 
   bool operator==(const MappedTensor&) const = default;
@@ -28,7 +28,6 @@ struct MappedTensor {
 
 #if defined(__CUDACC__)
 
-// None if the driver refuses.
 inline std::optional<ptx::TensorMap> encoded_map(const MappedTensor& t) {
   static const auto encode = [] {
     void* function = nullptr;
@@ -48,14 +47,14 @@ inline std::optional<ptx::TensorMap> encoded_map(const MappedTensor& t) {
       PAGEDTREE_L2_BYTES == 256 ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   constexpr cuuint32_t kDense[5] = {1, 1, 1, 1, 1};
   ptx::TensorMap made;
-  // Both 16-bit types are copied in the same way.
+  // One type for fp16 and bf16: the copy does not interpret them.
   const CUresult status =
       encode(&made.map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 5, const_cast<void*>(t.data), t.sizes, t.strides, t.box, kDense,
              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, kPromotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return status == CUDA_SUCCESS ? std::optional(made) : std::nullopt;
 }
 
-// A step reads the same caches as the one before it.
+// Cached: successive steps read the same caches.
 inline std::optional<ptx::TensorMap> tensor_map(const MappedTensor& t) {
   thread_local Latest<MappedTensor, std::optional<ptx::TensorMap>> latest;
   return latest.at(t.data, t, [&] { return encoded_map(t); });

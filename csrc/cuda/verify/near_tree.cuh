@@ -1,4 +1,4 @@
-// A tree in shared memory: a walk's links come from there, not one after the other from L2.
+// A tree in shared memory, so that a walk does not load its links one after another from L2.
 #pragma once
 
 #include "core/verify/tree_walk.h"
@@ -6,9 +6,9 @@
 
 namespace pagedtree::cuda {
 
-constexpr int32_t kLeftToOthers = -1;  // status of a tree until another kernel has walked it
+constexpr int32_t kLeftToOthers = -1;  // status of a tree for another kernel
 
-// All threads of a CTA copy the tree; they may walk there after the next barrier.
+// Copies the tree, by all threads of a CTA, before a barrier.
 __device__ __forceinline__ void copy_tree(const TreeWalk& walk, NearTree& near) {
 #pragma unroll 1
   for (int32_t node = static_cast<int32_t>(threadIdx.x); node < walk.num_nodes; node += blockDim.x) {
@@ -19,7 +19,7 @@ __device__ __forceinline__ void copy_tree(const TreeWalk& walk, NearTree& near) 
   }
 }
 
-// Makes a walk ready that all threads of a cluster run.
+// Prepares a walk of all threads of a cluster.
 __device__ __forceinline__ void begin_near(TreeWalk& walk, NearTree& near) {
   copy_tree(walk, near);
   walk.near = &near;
