@@ -1,5 +1,4 @@
-// Hopper: draws the token of a row on chip: greedily, by a race of all tokens, or, under top-k and top-p, of the tokens
-// that they keep. A row with too many is left to other kernels.
+// Hopper: samples a row on chip, greedily or by a Gumbel race. Rows with too many kept tokens go to other kernels.
 #pragma once
 
 #include "core/backend.h"
@@ -10,24 +9,23 @@
 
 namespace pagedtree::cuda {
 
-constexpr int kChipCtas = 3;  // share an SM
+constexpr int kChipCtas = 3;  // per SM
 
 struct DrawShared {
   SliceShared slice;
   uint32_t bound;  // of a race: an order_key
 };
 
-// The race among clean words of a slice. A warp scores its word with the largest bound, then the next, until no bound
-// reaches the best score of the CTA.
+// Race over clean words of a slice: a warp scores its largest bound's word, until none reaches the CTA's best score.
 template <DType kDType>
 struct ChipRace {
   using Slice = LogitsSlice<kDType>;
   const Slice& slice;
-  uint32_t* const least;  // words of the groups' noise, one for each word
+  uint32_t* const least;  // noise of each word's group
   const uint64_t seed;
   const int64_t position;
   Scale scale;
-  const float min_x;  // tokens below have no score
+  const float min_x;  // lower x have no score
 
   struct Bound {
     float best = -kInfinity;
@@ -43,7 +41,7 @@ struct ChipRace {
       for (int i = 0; i < Slice::kBatch; ++i) least[word + Slice::kApart * i] = words[i];
     });
   }
-  // Of this lane's words the next one in the order of bounds.
+  // Returns this lane's next word in order of bounds.
   __device__ __forceinline__ Bound next_bound(const uint4* words, const Bound& before) const {
     Bound next;
     slice.each_batch([&](int first) {
@@ -52,7 +50,7 @@ struct ChipRace {
         const int word = first + Slice::kApart * i;
         const float x = scale(Slice::largest_of_word(words[word])), bound = x + noise_bound<ScalarMath>(least[word]);
         const bool is_left = (bound < before.best) | ((bound == before.best) & (word > before.word));
-        const bool takes = is_left & (bound > next.best) & (x >= min_x);  // without branches
+        const bool takes = is_left & (bound > next.best) & (x >= min_x);  // branchless
         next.best = takes ? bound : next.best;
         next.word = takes ? word : next.word;
       }
@@ -86,14 +84,12 @@ struct ChipRace {
   }
 };
 
-// Draws from the rows of one sequence.
 template <DType kDType, bool kSampled>
 class ChipDraw {
  public:
   using Slice = LogitsSlice<kDType>;
   static constexpr int32_t kTooMany = -1;
 
-  // Of shared memory behind the rows.
   static __host__ __device__ size_t bytes(int words_of_row) {
     return kSampled ? max_of(static_cast<size_t>(words_of_row) * 4, sizeof(KeptNotes)) : 0;
   }
@@ -104,7 +100,7 @@ class ChipDraw {
 
   __device__ bool greedy() const { return !kSampled || sampling_.temperature == 0.0f; }
 
-  // The token of the row whose copy into the buffer was started last; kTooMany: more tokens may be kept than fit.
+  // Samples the row that was copied last into the buffer, or returns kTooMany.
   __device__ __forceinline__ int32_t token(int buffer, int64_t position, bool& bad) {
     float min_x = -kInfinity;
     Scale scale{0.0f, 1.0f};
@@ -142,7 +138,7 @@ class ChipDraw {
   const int32_t vocab_;
 };
 
-// Whether the kernels below may read these rows, where Hopper's kernels have passed their self-test (cuda/engine.h).
+// True if the on-chip kernels can read the rows and Hopper's self-test has passed (cuda/engine.h).
 inline bool may_be_on_chip(const LogitsParams& logits, const OptionsParams& options) {
   const int64_t size = logits.dtype == DType::kFloat32 ? 4 : 2;
   const bool in_words = reinterpret_cast<uintptr_t>(logits.data) % kWordBytes == 0 &&
@@ -152,14 +148,14 @@ inline bool may_be_on_chip(const LogitsParams& logits, const OptionsParams& opti
          resolved_engine(engine_from_environment(), device_limits()) == MatrixEngine::kWgmma;
 }
 
-// Launches one cluster for each of the rows or trees; `kernel` gets the number of buffers, at most so many. Behind the
-// rows there are draw_bytes(words of a row) more. Returns whether rows fit.
+// Launches one cluster per row or tree; `kernel` gets the number of buffers, at most `most_buffers`. draw_bytes(words
+// of a row) follow the rows. Returns false if rows do not fit.
 template <DType kDType, typename Shared, typename Params>
 bool launch_on_chip(
     void (*kernel)(Params, int), int64_t count, const LogitsParams& logits, int most_buffers, const Params& p,
     const ExecContext& ctx, size_t (*draw_bytes)(int) = [](int) -> size_t { return 0; }) {
   using Slice = LogitsSlice<kDType>;
-  const auto most_bytes = static_cast<size_t>(device_limits().max_shared_bytes / 2 - 512);  // two CTAs share an SM
+  const auto most_bytes = static_cast<size_t>(device_limits().max_shared_bytes / 2 - 512);  // two CTAs per SM
   const auto words = [&](unsigned ctas) { return Slice::num_words(logits.vocab, ctas); };
   const auto bytes = [&](unsigned ctas, int buffers) {
     return sizeof(Shared) + static_cast<size_t>(words(ctas)) * kWordBytes * buffers + draw_bytes(words(ctas));
@@ -168,7 +164,7 @@ bool launch_on_chip(
   const unsigned most_ctas = static_cast<unsigned>(max_cluster(kernel));
   while (bytes(ctas, 1) > most_bytes && 2 * ctas <= most_ctas) ctas *= 2;
   if (bytes(ctas, 1) > most_bytes) return false;
-  // Rows that may not be needed are read only where SMs would idle.
+  // Prefetches rows only if SMs would idle.
   const bool idle = ctas * count <= device_limits().num_sms;
   const int buffers = idle && bytes(ctas, most_buffers) <= most_bytes ? most_buffers : 1;
   const unsigned threads = static_cast<unsigned>(min_of(words(ctas) / Slice::kBatch, kRowThreads));

@@ -1,4 +1,4 @@
-// The peak of a row of logits, and the threshold of the filters.
+// A row's peak and filter threshold.
 #pragma once
 
 #include "cuda/logits.cuh"
@@ -6,7 +6,7 @@
 
 namespace pagedtree::cuda {
 
-// An integer that is larger for larger values, and among equal values for lower ids.
+// Orders by value, descending, then by id, ascending.
 __device__ __forceinline__ uint64_t ranked(float value, int32_t id) {
   const uint64_t key = order_key<ScalarMath>(value + 0.0f);  // -0 ties with +0
   return key << 32 | static_cast<uint32_t>(~id);
@@ -18,24 +18,22 @@ __device__ __forceinline__ float ranked_value(uint64_t rank) {
   return logit_of_key<ScalarMath>(static_cast<uint32_t>(rank >> 32));
 }
 
-// log2(e) / T. It is finite, so that zeros stay zeros.
+// Returns log2(e) / T; finite, so that 0 stays 0.
 __device__ __forceinline__ float log2_scale(const Scale& scale) { return scale.inverse_temperature * kLog2E; }
 
-// Of a row's mass by ex2: its argument and a word's sum err by 2^-18 of the mass together; weights are rounded to
-// integers.
+// Bounds the error of a row's mass by ex2: 2^-18 of it for arguments and word sums, 1 per token for rounding.
 __device__ __forceinline__ uint64_t error_of(uint64_t mass, int32_t vocab) {
   return (mass >> 18) + static_cast<uint64_t>(vocab);
 }
 
-// Each thread finds its largest logit; only the best of each warp search for its token. The reader reads the row as
-// clean from then on, if it is.
+// Finds the peak. Only a warp's best threads search its token. Afterwards the reader knows if the row is clean.
 template <typename Reader>
 __device__ __forceinline__ Peak find_peak(Reader& row, BlockShared& shared) {
   const auto best = row.best_of_words();
   const uint32_t key = order_key<ScalarMath>(best.logit + 0.0f);
   uint64_t rank = 0;
   if (key == __reduce_max_sync(~0u, key)) rank = ranked(best.logit, row.token_of(best));
-  // A bit that tokens do not need says whether there is a NaN.
+  // A bit that token ids do not use flags NaN.
   constexpr uint32_t kNan = 0x80000000u;
   static_assert(kMaxVocab <= kNan);
   rank = cluster_max(shared, best.nan ? rank | kNan : rank & ~uint64_t{kNan});
@@ -44,7 +42,7 @@ __device__ __forceinline__ Peak find_peak(Reader& row, BlockShared& shared) {
   return peak;
 }
 
-// The logits above -inf whose x is at least min_x, as the keys of a radix search.
+// Logits above -inf with x >= min_x, as keys of a radix search.
 template <typename Reader>
 struct LogitItems {
   const Reader& row;
@@ -79,12 +77,12 @@ struct LogitItems {
   }
 };
 
-// Whether a token's rank or its share of the mass may keep it from being drawn.
+// True if a filter may drop a token.
 __device__ __forceinline__ bool has_filter(const Sampling& sampling, int32_t vocab) {
   return sampling.top_p < 1.0f || sampling.min_p >= kMinNormal || sampling.cuts_by_count(vocab);
 }
 
-// Finds the filter of a row: by count, then by mass, then how many of the ties at the threshold are kept.
+// Finds a row's filter: by count, by mass, then the number of ties kept at the threshold.
 template <typename Reader>
 __device__ __forceinline__ Filter find_filter(const Reader& row, const Sampling& sampling, const Scale& scale,
                                               RadixShared& shared, MassColumns& columns) {
@@ -98,7 +96,7 @@ __device__ __forceinline__ Filter find_filter(const Reader& row, const Sampling&
   const LogitItems<Reader> items{row, scale, by_count ? view_min_x : max_of(view_min_x, kWeightless)};
   const auto weight = [&](uint32_t key) { return weight_of<ScalarMath>(scale(logit_of_key<ScalarMath>(key))); };
   enum { kCount, kMass, kTies } goal = by_count ? kCount : kMass;
-  uint64_t left = 0;  // the mass that top-k leaves
+  uint64_t left = 0;  // mass after top-k
   uint64_t ties = 0;
   uint32_t among = 0;
 #pragma unroll 1
@@ -129,8 +127,7 @@ __device__ __forceinline__ Filter find_filter(const Reader& row, const Sampling&
   }
 }
 
-// Finds the distribution of the row `in` has, in shared memory. Not inlined: it is most of the code of kernels that
-// seldom need more than the peak.
+// Finds the distribution of `in.row`. Not inlined: most code of kernels that usually need only the peak.
 template <DType kDType>
 __device__ __attribute__((noinline)) void find_distribution(RadixShared& radix, MassColumns& masses, Sampling sampling,
                                                             RowDistribution& in) {

@@ -1,14 +1,13 @@
-// The tokens that top-k, top-p and min-p keep of a row, which of most rows are few. The row is looked at twice: for a
-// bound that some hundred tokens reach, and for these. Every CTA lists them; a token's rank is how many of the list are
-// before it. A row with too many is left to the caller.
+// The tokens that pass top-k, top-p, and min-p, usually few. One pass over the row finds a bound that some hundred
+// tokens reach, a second lists them in every CTA; a token's rank is its number of predecessors. Rows with too many are
+// left to the caller.
 #pragma once
 
 #include "cuda/race.cuh"
 
 namespace pagedtree::cuda {
 
-// How the values of threads become one: as of cluster_max() with the flag of bit 31, the largest of both halves, the
-// sum.
+// Reductions: cluster_max() with its flag, maxima of both halves, sum.
 enum class Fold { kLargest, kHalves, kSum };
 __device__ __forceinline__ uint64_t fold(uint64_t value, Fold how) {
   if (how == Fold::kSum) return warp_sum(value);
@@ -17,12 +16,12 @@ __device__ __forceinline__ uint64_t fold(uint64_t value, Fold how) {
          __reduce_max_sync(~0u, static_cast<uint32_t>(value));
 }
 
-// The largest logit, and a bound that some tokens reach: the least of the maxima of so many parts of a CTA's tokens, or
-// more parts; of CTAs the largest such bound counts. Both are keys.
+// Largest logit and a bound that some tokens reach, as keys: the smallest maximum of a CTA's parts, the largest of
+// CTAs.
 struct Range {
   uint32_t peak, bound;
 
-  // A thread's value in the exchange by halves, from the key of its largest logit.
+  // Returns the value to exchange by halves, from a thread's largest key.
   static __device__ __forceinline__ uint64_t of_thread(uint32_t key, uint32_t parts) {
 #pragma unroll 1
     for (uint32_t lanes = 1; lanes < 32 && 2 * lanes * parts <= blockDim.x; lanes *= 2)
@@ -43,10 +42,10 @@ struct Sums {
 struct KeptNotes {
   static constexpr uint32_t kMost = 512;
   uint64_t own[kMost], all[kMost];  // of the CTA, of the cluster
-  uint32_t weights[kMost];          // of all
+  uint32_t weights[kMost];          // of `all`
   uint32_t num_own;
 
-  // Of the tokens before this rank in the order of the filters. A warp adds them.
+  // Sums the tokens before this rank in filter order, by a warp.
   static __device__ __attribute__((noinline)) Sums before(const KeptNotes& notes, uint32_t size, uint64_t rank) {
     uint32_t count = 0, lower = 0, upper = 0;  // halves of the masses
 #pragma unroll 1
@@ -61,7 +60,7 @@ struct KeptNotes {
   }
 };
 
-// The tokens that top-k and top-p keep of a row, and min-p with them.
+// Lists the tokens that pass top-k, top-p, and min-p, and draws from them.
 template <typename Slice>
 struct KeptTokens {
   Slice& slice;
@@ -70,22 +69,20 @@ struct KeptTokens {
   const int32_t vocab;
   const float min_x;
   Scale scale;
-  // Of a list: its size, the least rank that the count keeps, and the masses before a token that keep it out, and that
-  // may if the row's mass errs.
+  // Size of the list, smallest rank that the count keeps, and the preceding mass that drops a token, or may if inexact.
   uint32_t size = 0;
   uint64_t least = 0, needed = 0, needed_at_least = 0;
 
-  // The listed tokens are shared out among warps.
+  // Warps divide the list.
   const uint32_t first = ptx::cluster_rank() * (blockDim.x / 32) + threadIdx.x / 32;
   const uint32_t step = ptx::cluster_size() * (blockDim.x / 32);
   uint32_t parts = 0;    // of the row, each with a token in the list
-  bool exactly = false;  // whether the row's mass does not err
+  bool exactly = false;  // true if the row's mass is exact
 
   static constexpr uint64_t kTooMany = 0, kNoneFinite = ~uint64_t{0}, kListed = 1, kTooFew = 2;
-  static constexpr uint64_t kFlag = 1u << 31, kIds = 0xffffffffu;  // ranks of tokens have the flag
+  static constexpr uint64_t kFlag = 1u << 31, kIds = 0xffffffffu;  // set in the ranks of tokens
 
-  // Notes this thread's tokens from `bound` on. Returns how many, and if `weighs` the mass of all; unless it is exact,
-  // the sum over a row errs by less than error_of().
+  // Collects tokens >= `bound`. Returns their count and, if `weighs`, the mass of all (within error_of() if inexact).
   __device__ __forceinline__ Sums note(int buffer, float bound, bool weighs) const {
     const float least_x = max_of(sampling.joint ? -kInfinity : min_x, kWeightless), factor = log2_scale(scale);
     uint32_t count = 0;
@@ -112,7 +109,7 @@ struct KeptTokens {
     return {count, exact + static_cast<uint64_t>(rough * 2147483648.0)};
   }
 
-  // Lists the row's tokens from `bound` on, in every CTA. Returns the mass of each CTA's tokens.
+  // Lists the row's tokens >= `bound` in every CTA. Returns the mass per CTA.
   __device__ __forceinline__ uint64_t gather(int buffer, float bound, bool weighs) {
     const uint32_t lane = threadIdx.x % 32;
     const auto [count, mass_of_cta] = slice.exchange(note(buffer, bound, weighs));
@@ -127,10 +124,10 @@ struct KeptTokens {
     return mass_of_cta;
   }
 
-  // Lists the tokens that may be kept. Returns kListed, kTooFew to be called again, or why it could not.
+  // Lists the tokens that may be kept. Returns kListed, kTooFew to be called again, or the reason of failure.
   __device__ __forceinline__ uint64_t list(int buffer, bool& bad) {
     const bool by_count = sampling.cuts_by_count(vocab), by_mass = sampling.top_p < 1.0f;
-    // Each part has a token in the list, which has about n log n tokens for n parts.
+    // Each part has a token in the list; n parts have about n log n.
     const uint32_t few = clamp_to<uint32_t>(64u >> (__ffs(static_cast<int>(ptx::cluster_size())) - 1), 8, 32);
     if (parts == 0) parts = by_count && sampling.top_k > 64 ? 2 * few : few;
     if (threadIdx.x == 0) notes.num_own = 0;
@@ -149,7 +146,7 @@ struct KeptTokens {
     uint64_t mass = all.mass;
     least = 0;
     if (by_count && all.count > top_k) {
-      uint64_t of_warp = 0;  // the complement of the least that is kept
+      uint64_t of_warp = 0;  // complement of the smallest kept
 #pragma unroll 1
       for (uint32_t i = first; i < size; i += step) {
         const uint64_t rank = notes.all[i] | kIds;
@@ -171,7 +168,7 @@ struct KeptTokens {
     return kTooFew;
   }
 
-  // Whether a token is kept; sets the flag if the mass's error may decide.
+  // True if a token is kept; sets the flag if the mass's error may decide.
   __device__ __forceinline__ bool keeps(uint64_t rank, uint64_t& flag) const {
     if (rank < least) return false;
     if (!(sampling.top_p < 1.0f)) return true;
@@ -181,7 +178,7 @@ struct KeptTokens {
     return true;
   }
 
-  // The rank of the last token that is kept, once all of them are listed.
+  // Returns the rank of the last kept token, once all are listed.
   __device__ __forceinline__ uint64_t last_of_row(int buffer, bool& bad) {
     exactly = !sampling.joint && min_x > kWeightless;
 #pragma unroll 1
@@ -200,7 +197,7 @@ struct KeptTokens {
     }
   }
 
-  // The best score of a race, as ranked() gives it.
+  // Returns a race's best score, ranked().
   __device__ __forceinline__ uint64_t best_of_row(int buffer, uint64_t seed, int64_t position, bool& bad) {
     const uint32_t lane = threadIdx.x % 32;
     exactly = !sampling.joint && min_x > kWeightless;
@@ -235,7 +232,7 @@ struct KeptTokens {
   }
 };
 
-// A row in memory that a CTA or a cluster reads, with the members of LogitsSlice that KeptTokens needs.
+// A row in memory with the interface of KeptTokens' slice.
 template <DType kDType>
 struct RowSlice {
   LogitReader<kDType> row;
@@ -292,7 +289,7 @@ struct RowSlice {
     }
     ptx::meet_cluster();
     value = lane < ctas ? shared.ctas[lane] : 0;
-    ptx::meet_cluster();  // all have read
+    ptx::meet_cluster();  // after all reads
     return value;
   }
 };

@@ -1,4 +1,4 @@
-// Reads a row of logits in its own dtype. A whole CTA reads it, or each CTA of a cluster a part.
+// Reads a row of logits in its dtype, by a CTA or in parts by a cluster.
 #pragma once
 
 #include "core/noise.h"
@@ -8,16 +8,16 @@
 
 namespace pagedtree::cuda {
 
-// So many CTAs share an SM: a GPC of a Hopper GPU may have fewer SMs than two large clusters need, and a cluster that
-// finds no room waits until another has ended. Few threads also issue less of the code that runs once.
+// Two CTAs per SM: a GPC of a Hopper GPU may lack SMs for two large clusters, and the second would wait for the first.
+// Fewer threads also issue less code that runs once.
 constexpr int kRowThreads = 256, kRowCtas = 2;
 
-// How many threads read a row; few if the row is short.
+// Returns the threads per row; few for short rows.
 inline unsigned threads_of_row(int64_t vocab, int most = kRowThreads) {
   return static_cast<unsigned>(clamp_to<int64_t>(ceil_div<int64_t>(vocab, 16 * 32) * 32, 32, most));
 }
 
-// How many CTAs read a row together: as many as would idle otherwise, if each has enough to do.
+// Returns the CTAs per row: enough to occupy idle SMs, each with enough work.
 template <typename... Params>
 unsigned ctas_of_row(void (*kernel)(Params...), int64_t num_rows, int64_t vocab) {
   constexpr int64_t kLeastTokens = 4096;  // per CTA
@@ -27,7 +27,7 @@ unsigned ctas_of_row(void (*kernel)(Params...), int64_t num_rows, int64_t vocab)
   return ctas;
 }
 
-// Launches one cluster for each of the `num_rows` rows; ptx::cluster_index() is the row.
+// Launches one cluster per row; ptx::cluster_index() is the row.
 template <typename... Params, typename... Arguments>
 void launch_rows(void (*kernel)(Params...), int64_t num_rows, int64_t vocab, int most_threads, size_t shared_bytes,
                  void* stream, Arguments&&... arguments) {
@@ -37,7 +37,7 @@ void launch_rows(void (*kernel)(Params...), int64_t num_rows, int64_t vocab, int
                   std::forward<Arguments>(arguments)...);
 }
 
-// Returns call(integral constant) for the dtype of the logits.
+// Returns call(integral constant) for the dtype.
 template <typename Call>
 auto with_logit_dtype(DType dtype, Call call) {
   switch (dtype) {
@@ -50,19 +50,18 @@ auto with_logit_dtype(DType dtype, Call call) {
   }
 }
 
-// Blocks of tokens of a row that a CTA reads.
+// A CTA's blocks of tokens of a row.
 struct Blocks {
   int first, step, end;
 };
 
-// A row as words of 16 bytes, counted from the beginning of the row. Loads are aligned: if the row is not, a word is
-// put together from two loads, of which the second waits until the word is cleaned. Words whose loads would leave the
-// row are read one logit after the other. Loads come from L2, not through the read-only cache, since a row under
-// request options was written by the same kernel.
+// A row as words of 16 bytes, from its first logit. Loads are aligned; a misaligned word combines two loads, the second
+// of which waits until the word is cleaned. Words whose loads would leave the row are read logit by logit. Loads bypass
+// the read-only cache: the kernel itself writes rows under request options.
 template <DType kDType>
 class LogitReader {
  public:
-  static constexpr int kBatch = 4;  // words that are loaded before the first is used
+  static constexpr int kBatch = 4;  // words in flight
 
   __device__ explicit LogitReader(const LogitRow& row)
       : stored_(row.dtype), vocab_(row.vocab), is_packed_(row.allowed_words != nullptr) {
@@ -74,9 +73,9 @@ class LogitReader {
     grammar_ = is_packed_ ? static_cast<const void*>(row.allowed_words) : row.allowed;
   }
 
-  // Until it is known, the row is taken to have neither NaN nor +inf.
+  // Assumes neither NaN nor +inf until the peak is known.
   __device__ void presume_clean() { clean_ = true; }
-  // After find_peak: a row without NaN and +inf is read as it is.
+  // Applies find_peak(): a row without NaN and +inf needs no cleaning.
   __device__ void learn(const Peak& peak) { clean_ = !peak.has_nan && peak.logit < stored_.largest(); }
   __device__ void learn(const RowDistribution& distribution) {
     uniform_ = distribution.uniform;
@@ -94,8 +93,7 @@ class LogitReader {
     return {static_cast<int>(ptx::cluster_rank()), static_cast<int>(ptx::cluster_size()), ceil_div(vocab_, size)};
   }
 
-  // Cleans a word: NaN becomes -inf, +inf the largest finite number; logits that the grammar forbids, or past the
-  // vocabulary, become -inf.
+  // Returns a clean logit: NaN, forbidden tokens, and tokens past the vocabulary become -inf, +inf the largest number.
   __device__ float logit(int token) const {
     if (token >= vocab_) return -kInfinity;
     const bool allowed = uniform_ || grammar_ == nullptr ||
@@ -103,12 +101,11 @@ class LogitReader {
                                      : static_cast<const uint8_t*>(grammar_)[token]);
     return stored_.value(clean_bits(stored_, uniform_ ? 0u : stored_.bits(logits(), token), allowed));
   }
-  // Whether logits in memory are clean.
+  // True if the stored logits need no cleaning (no NaN, no +inf, no grammar).
   __device__ bool stands() const { return clean_ && grammar_ == nullptr; }
   __device__ float raw(int token) const { return stored_.value(stored_.bits(logits(), token)); }
 
-  // Calls f(token, four) with the clean logits of each group of four tokens of this thread; a group may lie past the
-  // vocabulary. Batches are left out as in each_word().
+  // Calls f(token, four) for the thread's groups of four clean logits, also past the row's end. Skips as each_word().
   template <typename HasAny, typename F>
   __device__ __forceinline__ void each_group_where(HasAny has_any, F f) const {
     each_own_word(has_any, [&](int word, const uint4& numbers) {
@@ -122,7 +119,6 @@ class LogitReader {
     });
   }
   __device__ float largest_of(const Four& four) const { return stored_.largest_of_four(four); }
-  // The first logit of a word.
   __device__ float first_of(const uint4& word) const {
     return stored_.value(stored_.wide() ? word.x : word.x & 0xffffu);
   }
@@ -132,7 +128,7 @@ class LogitReader {
             __funnelshift_r(word.z, word.w, 16), word.w >> 16};
   }
   __device__ void convert(const Four& group, float (&four)[4]) const { convert_four(stored_, group, four); }
-  // The sum of f(logit) over a word, in the order of tokens.
+  // Returns the sum of f(logit) over a word, in token order.
   template <typename F>
   __device__ __forceinline__ float sum_of_word(const uint4& word, F f) const {
     float sum = 0.0f;
@@ -148,8 +144,7 @@ class LogitReader {
     return sum;
   }
 
-  // Loads groups of four logits, `apart` tokens apart, as they stand in memory, if one load a group can; `token` is a
-  // multiple of four.
+  // Loads groups of four stored logits, `apart` tokens apart, if one load per group can. `token` is a multiple of four.
   template <int kCount>
   __device__ __forceinline__ bool load_whole_fours(int token, int apart, Four* fours) const {
     const int bytes = bytes_of_one(stored_);
@@ -166,7 +161,7 @@ class LogitReader {
     }
     return true;
   }
-  // Four logits in any case, zeros past the vocabulary. Not inlined, as few rows need it more than at their ends.
+  // Loads four logits in any case, zeros past the vocabulary. Not inlined: rare but for row ends.
   static __device__ __attribute__((noinline)) Four load_four(LogitReader row, int token) {
     Four four{};
     if (token >= row.vocab_ || row.template load_whole_fours<1>(token, 0, &four)) return four;
@@ -176,7 +171,6 @@ class LogitReader {
     if (row.stored_.wide()) return {bits[0], bits[1], bits[2], bits[3]};
     return {bits[0] | bits[1] << 16, bits[2] | bits[3] << 16, 0, 0};
   }
-  // The same as clean floats.
   __device__ __forceinline__ void clean_four(int token, const Four& loaded, float (&four)[4]) const {
     convert(loaded, four);
     const uint32_t allowed = allowed_of_word(word_of(token)) >> (token & (of_word() - 1));
@@ -187,8 +181,7 @@ class LogitReader {
     }
   }
 
-  // Calls f(index, words) with a batch of clean words `stride` apart; `index` is the first word's. A lane of a warp
-  // has the words from `first` + lane on. Words past the row are -inf.
+  // Calls f(index, words) with clean words `stride` apart, from `first` + lane. Words past the row are -inf.
   template <typename F>
   __device__ __forceinline__ void with_batch(int lane, int first, int stride, F f) const {
     uint4 words[kBatch];
@@ -196,9 +189,8 @@ class LogitReader {
     clean_batch(lane, first, stride, words);
     f(first + lane, words);
   }
-  // Calls use(index, stride, see(words)) for the row's batches, so that a batch's words belong to groups of noise of
-  // which one block has the words (core/noise.h), if the row begins with a block. The words of the next batches are
-  // loaded once see() has read those before. If the row is presumed clean, a batch with a NaN has one when it is seen.
+  // Calls use(index, stride, see(words)) per batch, whose words' noise shares one block (core/noise.h) if the row
+  // begins with a block. see() precedes the next loads, and gets any NaN of a row presumed clean.
   template <typename See, typename Use>
   __device__ __forceinline__ void each_noise_batch(See see, Use use) const {
     static_assert(kBatch == kNoiseRun / 32);
@@ -206,7 +198,7 @@ class LogitReader {
     const auto first_of = [&](int i) { return first_of_noise_batch(i); };
     uint4 words[2][kBatch]{};
     decltype(see(words[0])) seen[2];
-    // The first turn only loads, so that there is one copy of the code that does.
+    // The first iteration only loads: one copy of that code.
 #pragma unroll 1
     for (int next = own_begin() / 32, at = next - 2 * warps; first_of(at) < num_words(); next += 2 * warps) {
 #pragma unroll 1
@@ -230,20 +222,20 @@ class LogitReader {
       }
     }
   }
-  __device__ int noise_stride() const { return 32 * (kNoiseGroup / of_word()); }  // a group's lanes are neighbours
+  __device__ int noise_stride() const { return 32 * (kNoiseGroup / of_word()); }  // lanes of a group are neighbours
   __device__ int first_of_noise_batch(int i) const {
     const int lanes = kNoiseGroup / of_word();
     return i / lanes * kNoiseRun * lanes + i % lanes * 32;
   }
-  // By the shuffle the compiler knows that all lanes have the same result.
+  // The shuffle makes the result warp-uniform for the compiler.
   __device__ int own_begin() const {
     return __shfl_sync(~0u, static_cast<int>(ptx::cluster_rank() * blockDim.x + threadIdx.x) / 32, 0) * 32;
   }
   __device__ int own_stride() const { return static_cast<int>(ptx::cluster_size() * blockDim.x); }
   static __device__ int own_lane() { return static_cast<int>(threadIdx.x % 32); }
 
-  // Calls f(index, word) for clean words `stride` apart, from `begin` + lane on. All lanes call f together until the
-  // first lane is at `end`. A batch is left out if has_any(its largest logit), which all lanes call together, is false.
+  // Calls f(index, word) for clean words `stride` apart from `begin` + lane, by whole warps until lane 0 reaches `end`.
+  // Skips batches for which has_any(largest logit), called by whole warps, is false.
   template <typename HasAny, typename F>
   __device__ __forceinline__ void each_word(int begin, int stride, int end, HasAny has_any, F f) const {
 #pragma unroll 1
@@ -264,23 +256,21 @@ class LogitReader {
     each_word(own_begin(), own_stride(), num_words(), has_any, f);
   }
 
-  // Any single word, cleaned.
   __device__ __forceinline__ uint4 clean_word_at(int word) const {
     uint4 loaded[1];
     load(word, 0, loaded);
     return made_clean(*this, word, loaded[0]);
   }
 
-  // ---- the pass that finds the peak
+  // ---- the peak
 
-  // The largest logit of a thread, and the batch that has it.
   struct Best {
     float logit = -kInfinity;
-    int word = -1;  // the first word of the batch
+    int word = -1;  // first word of the batch
     bool nan = false;
   };
 
-  // The best of all words of this thread. They are read again if the warp has a NaN or +inf.
+  // Returns the best of this thread's words. A warp with NaN or +inf reads them again.
   __device__ __forceinline__ Best best_of_words() {
     Best best;
 #pragma unroll 1
@@ -300,7 +290,6 @@ class LogitReader {
       if (!__any_sync(~0u, !(best.logit < stored_.largest()))) return best;
     }
   }
-  // The first token of best.logit.
   __device__ __forceinline__ int token_of(const Best& best) const {
 #pragma unroll 1
     for (int word = best.word; word >= 0 && word < num_words(); word += own_stride()) {
@@ -310,7 +299,7 @@ class LogitReader {
     return 0;
   }
 
-  // Bit i is set if number i of a clean word is no less than that logit.
+  // Returns the bits i of logits >= `logit` in a clean word.
   __device__ __forceinline__ uint32_t reaching(const uint4& word, float logit) const {
     const uint32_t words[4] = {word.x, word.y, word.z, word.w};
     uint32_t bits = 0;
@@ -320,7 +309,7 @@ class LogitReader {
     }
     return bits;
   }
-  // Number i of a word. It is selected in steps, as an index would put the word into memory.
+  // Returns logit i of a word by selects: an index would move the word to local memory.
   __device__ __forceinline__ float number(const uint4& word, int i) const {
     const int at = stored_.wide() ? i : i / 2;
     const uint32_t first = at & 1 ? word.y : word.x, second = at & 1 ? word.w : word.z;
@@ -348,7 +337,7 @@ class LogitReader {
   __device__ int whole_begin() const { return skew_ == 0 ? 0 : 1; }
   __device__ bool is_whole(int word) const { return word >= whole_begin() && word < whole_end_; }
 
-  // Loads words from `word` on, `stride` apart. Instead of a word that is not whole it loads another one.
+  // Loads words `stride` apart from `word`. Partial words load another, valid word.
   template <int kCount>
   __device__ __forceinline__ void load(int word, int stride, uint4 (&loaded)[kCount]) const {
     if (whole_end_ == whole_begin()) return;
@@ -356,7 +345,6 @@ class LogitReader {
     for (int i = 0; i < kCount; ++i)
       loaded[i] = __ldcg(loads_ + clamp_to(word + i * stride, whole_begin(), whole_end_ - 1));
   }
-  // Cleans the words that were loaded from `first` + lane on.
   __device__ __forceinline__ void clean_batch(int lane, int first, int stride, uint4 (&words)[kBatch]) const {
     if (skew_ == 0 && stands() && first + (kBatch - 1) * stride + 32 <= whole_end_) return;
 #pragma unroll 1
@@ -365,7 +353,7 @@ class LogitReader {
 
   __device__ const void* logits() const { return reinterpret_cast<const char*>(loads_) + skew_; }
 
-  // A word at an end of the row; zeros past the vocabulary.
+  // Returns a word at an end of the row, zeros past the vocabulary.
   __device__ __forceinline__ uint4 word_of_ends(int word) const {
     uint32_t words[4]{};
     const int token = word * of_word();
@@ -382,7 +370,7 @@ class LogitReader {
     return {words[0], words[1], words[2], words[3]};
   }
 
-  // Bit i is set if number i of the word, which begins in the vocabulary, is in it and the grammar allows it.
+  // Returns the bits i of a word's logits that are in the vocabulary and allowed.
   __device__ __forceinline__ uint32_t allowed_of_word(int word) const {
     const int token = word * of_word();
     uint32_t bits = ((1u << of_word()) - 1) >> max_of(token - vocab_ + of_word(), 0);
@@ -395,8 +383,7 @@ class LogitReader {
     return bits;
   }
 
-  // Not inlined, as few rows need it more than in their last batch, most of which may lie past the end. If the row is
-  // presumed clean, a word with a NaN still has one.
+  // Not inlined: rare but for the last batch, which may be mostly past the end. Keeps a NaN in a row presumed clean.
   static __device__ __attribute__((noinline)) uint4 made_clean(LogitReader row, int word, uint4 loaded) {
     const uint32_t lowest = clean_bits(row.stored_, 0, false) * (row.stored_.wide() ? 1 : 0x10001);
     if (word * row.of_word() >= row.vocab_) return {lowest, lowest, lowest, lowest};
@@ -418,15 +405,15 @@ class LogitReader {
     words[kCount - 1] = word;
   }
 
-  // These members are chosen to take few registers.
+  // Chosen to save registers.
   [[no_unique_address]] StoredLogits<kDType> stored_;
-  const uint4* loads_;   // the aligned words that hold the row
-  const void* grammar_;  // bits if it is packed, else bytes; null: no grammar
-  uint32_t skew_;        // bytes of the first word before the row
+  const uint4* loads_;   // aligned, contain the row
+  const void* grammar_;  // bits if packed, else bytes; null: no grammar
+  uint32_t skew_;        // bytes before the row
   int vocab_;
-  int whole_end_;  // of the words for which loads inside the row suffice
+  int whole_end_;  // words before it load within the row
   bool is_packed_;
-  bool uniform_ = false;  // the row reads as zeros, as one without finite logits does
+  bool uniform_ = false;  // no finite logit: reads as zeros
   bool clean_ = false;    // no NaN, no +inf
 };
 

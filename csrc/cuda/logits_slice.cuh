@@ -1,6 +1,5 @@
-// Hopper: a row of logits on chip. Each CTA of a cluster copies a slice of it to shared memory by one bulk copy, and
-// replaces NaN and +inf there. CTAs exchange values by st.async, and wait at an mbarrier for its bytes instead of at
-// the cluster's barrier.
+// Hopper: a row of logits on chip. Each CTA of a cluster bulk-copies a slice to shared memory and replaces NaN and +inf
+// there. CTAs exchange values by st.async with mbarriers instead of cluster barriers.
 #pragma once
 
 #include "cuda/kept_tokens.cuh"
@@ -8,27 +7,27 @@
 
 namespace pagedtree::cuda {
 
-constexpr int kRunTokens = kNoiseRun * kNoiseGroup;  // slices are whole runs, so that lanes draw noise by blocks
+constexpr int kRunTokens = kNoiseRun * kNoiseGroup;  // slices are whole runs: noise is drawn by blocks
 
 struct SliceShared {
   uint64_t copied[2], told[2], gathered;  // mbarriers
   uint64_t of_ctas[2][kMaxCluster], of_warps[2][kRowThreads / 32];
 };
 
-// How many exchanges and lists there were; bit i of `copies`: whether those into buffer i are odd in number.
+// Numbers of exchanges and lists; bit i of `copies`: parity of copies into buffer i.
 struct SliceTurns {
   uint32_t exchanges = 0, lists = 0, copies = 0;
 };
 
-// The slice of a CTA, with one buffer or two for rows.
+// A CTA's slice, with one or two row buffers.
 template <DType kDType>
 class LogitsSlice {
  public:
   using Stored = StoredLogits<kDType>;
   static constexpr int kOfWord = Stored::kWide ? 4 : 8, kBatch = kNoiseRun / 32;
-  static constexpr int kLanes = kNoiseGroup / kOfWord;  // of a group, neighbours
-  static constexpr int kApart = 32 * kLanes;            // the words of a batch
-  // Of a row's slice. Words past the row are -inf.
+  static constexpr int kLanes = kNoiseGroup / kOfWord;  // lanes of a group are neighbours
+  static constexpr int kApart = 32 * kLanes;            // stride of a batch's words
+  // Returns the words per slice. Those past the row are -inf.
   static __host__ __device__ int num_words(int64_t vocab, uint32_t ctas) {
     return ceil_div(static_cast<int>(vocab), kRunTokens * static_cast<int>(ctas)) * (kRunTokens / kOfWord);
   }
@@ -42,7 +41,7 @@ class LogitsSlice {
         turns_(turns) {}
   __device__ const SliceTurns& turns() const { return turns_; }
 
-  // Once. All threads of the cluster must meet before they exchange values.
+  // Once. The cluster synchronizes before the first exchange.
   __device__ __forceinline__ void begin(int buffers) const {
     if (threadIdx.x == 0) {
       for (int i = 0; i < 2; ++i) {
@@ -61,9 +60,9 @@ class LogitsSlice {
   __device__ uint4* words(int buffer) const { return words_ + buffer * size_; }
   __device__ int token_of(int word) const { return (first_ + word) * kOfWord; }
 
-  // Starts the copy of a row into a buffer that no thread reads any more. wait() waits for the newest copy into it.
+  // Issues the copy of a row into a free buffer. wait() waits for the newest copy into it.
   __device__ __forceinline__ void copy(const LogitRow& row, int buffer) {
-    if (threadIdx.x == 0) wait(buffer);  // for one that nobody has waited for
+    if (threadIdx.x == 0) wait(buffer);  // for a copy without an earlier wait
     turns_.copies ^= 1u << buffer;
     if (threadIdx.x != 0) return;
     ptx::mbar_arrive_expect(&shared_.copied[buffer], static_cast<uint32_t>(count_) * kWordBytes);
@@ -75,20 +74,19 @@ class LogitsSlice {
     ptx::mbar_wait(&shared_.copied[buffer], ~(turns_.copies >> buffer) & 1u);
   }
 
-  // Lane i gets the value of CTA i, 0 if there is none. All threads of a CTA meet meanwhile.
+  // Returns CTA i's value to lane i, 0 past the last. Synchronizes each CTA.
   __device__ __forceinline__ uint64_t exchange(uint64_t value, Fold how) {
     return exchange_by_call(shared_, value, how, turns_.exchanges++);
   }
   __device__ __forceinline__ Sums exchange(const Sums& own) {
-    const uint64_t of_cta = exchange(own.mass << 16 | own.count, Fold::kSum);  // of fewer than 2^16 tokens
+    const uint64_t of_cta = exchange(own.mass << 16 | own.count, Fold::kSum);  // fewer than 2^16 tokens
     return {static_cast<uint32_t>(of_cta) & 0xffffu, of_cta >> 16};
   }
   __device__ __forceinline__ uint64_t largest(uint64_t value) {
     return fold(exchange(value, Fold::kLargest), Fold::kLargest);
   }
-  // Copies `own` to `all` of every CTA, behind the values of the CTAs before, `total` in all. An exchange must lie
-  // between this and the last write of `own` or read of `all`. It has an mbarrier for itself: nobody waits for a CTA
-  // without tokens.
+  // Copies `own` to `all` of every CTA, after the preceding CTAs' values, `total` in all. Needs an exchange after the
+  // last write of `own` and read of `all`. A separate mbarrier, as a CTA without tokens is not waited for.
   __device__ __forceinline__ void gather(const uint64_t* own, uint32_t count, uint32_t before, uint32_t total,
                                          uint64_t* all) {
     if (threadIdx.x == 0) ptx::mbar_arrive_expect(&shared_.gathered, 8 * total);
@@ -101,7 +99,7 @@ class LogitsSlice {
     ptx::mbar_wait(&shared_.gathered, turns_.lists++ & 1u);
   }
 
-  // Calls f(word) for the first words of this lane's batches, whose words ascend: a CTA has a multiple of kLanes warps.
+  // Calls f(word) for the first words of this lane's batches, ascending: a CTA has a multiple of kLanes warps.
   template <typename F>
   __device__ __forceinline__ void each_batch(F f) const {
 #pragma unroll 1
@@ -139,13 +137,13 @@ class LogitsSlice {
     return Stored::largest_of(registers);
   }
 
-  // ---- the same row as top_tokens.cuh reads it: the words of a thread are as many apart as the CTA has threads
+  // ---- the row as top_tokens.cuh reads it: a thread's words are blockDim.x apart
 
   struct Best {
     float logit;
     static constexpr bool nan = false;
   };
-  // The largest logit of this thread, once the slice has arrived, and has no NaN nor +inf.
+  // Returns this thread's largest logit, of a slice that has arrived and is clean.
   __device__ __forceinline__ Best best_of_words() const {
     wait(0);
 #pragma unroll 1
@@ -166,10 +164,10 @@ class LogitsSlice {
   static __device__ bool stands() { return true; }
   __device__ float raw(int token) const { return Stored::value(Stored::bits(words_, token - token_of(0))); }
   __device__ float logit(int token) const { return raw(token); }
-  // Its blocks of so many tokens, of which runs have whole ones.
+  // Returns its blocks of `size` tokens, which divides runs.
   __device__ Blocks own_blocks(int size) const { return {token_of(0) / size, 1, ceil_div(token_of(count_), size)}; }
 
-  // The first token of the row's largest logit, by ranked(), once the row is clean. kByCall: not the only exchange.
+  // Returns the largest logit's first token, ranked(), once the row is clean. kByCall: the kernel has other exchanges.
   template <bool kByCall>
   __device__ __forceinline__ uint64_t best_of_row(int buffer, bool& bad) {
 #pragma unroll 1
@@ -185,7 +183,7 @@ class LogitsSlice {
     }
   }
 
-  // Of a row that has no NaN nor +inf from then on.
+  // Returns the range of a row, which is clean afterwards.
   __device__ __forceinline__ Range range_of_row(int buffer, uint32_t parts, bool& bad) {
 #pragma unroll 1
     while (true) {
@@ -215,7 +213,7 @@ class LogitsSlice {
     ptx::mbar_wait(&shared.told[at], turn >> 1 & 1);
     return lane < ctas ? shared.of_ctas[at][lane] : 0;
   }
-  // Not inlined, as most rows need several exchanges.
+  // Not inlined: most rows need several exchanges.
   static __device__ __attribute__((noinline)) uint64_t exchange_by_call(SliceShared& shared, uint64_t value, Fold how,
                                                                         uint32_t turn) {
     return exchange_of(shared, value, how, turn);
@@ -227,7 +225,7 @@ class LogitsSlice {
     return largest_or_nan(most);
   }
 
-  // The largest of this thread's logits if no other lane has a larger one. Few lanes search for its first token.
+  // Returns this thread's largest logit if it is the warp's. Few lanes search its first token.
   __device__ __forceinline__ uint64_t best_of_thread(const uint4* words) const {
     float best = -kInfinity;
     int batch_of_best = static_cast<int>(threadIdx.x) % 32;
@@ -253,7 +251,7 @@ class LogitsSlice {
     }
   }
 
-  // Writes clean logits in place of those that are there, zeros if no logit of the row is finite. Few rows need it.
+  // Cleans the slice in place; zeros if no logit of the row is finite. Rare.
   static __device__ __attribute__((noinline)) void mend(uint4* words, int count, bool uniform) {
     const Stored stored(kDType);
 #pragma unroll 1

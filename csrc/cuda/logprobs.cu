@@ -1,4 +1,4 @@
-// Log-probabilities of tokens, see core/logprobs.h.
+// Log-probabilities of tokens (core/logprobs.h).
 #include "core/logprobs.h"
 #include "cuda/backend.h"
 #include "cuda/drafting/top_tokens.cuh"
@@ -9,7 +9,7 @@
 namespace pagedtree::cuda {
 namespace {
 
-constexpr int kLogprobThreads = 384;  // as for the rules, whose scans these are
+constexpr int kLogprobThreads = 384;  // the rules' scans
 
 struct LogprobShared {
   RadixShared radix;
@@ -18,9 +18,9 @@ struct LogprobShared {
   RowDistribution distribution;
   MassTable sums;
 };
-static_assert(sizeof(LogprobShared) <= 99 << 10);  // the least shared memory of a CTA from sm_80 on
+static_assert(sizeof(LogprobShared) <= 99 << 10);  // all GPUs from sm_80
 
-// How many logits reach this one, by all CTAs of the cluster.
+// Returns the number of logits >= `logit`, by all CTAs of the cluster.
 template <DType kDType>
 __device__ __forceinline__ uint64_t count_reaching(const LogitReader<kDType>& row, float logit, BlockShared& shared) {
   if (logit == -kInfinity) return static_cast<uint64_t>(row.vocab());

@@ -1,4 +1,4 @@
-// Ops over rows of logits in kernels for Hopper alone. Each returns false if other kernels must do all of the work.
+// Ops on rows of logits on Hopper alone. They return false if other kernels must do the work.
 #pragma once
 
 #include "core/backend.h"
@@ -12,15 +12,15 @@ enum class Rule : int32_t { PT_EACH_WALK(PT_RULE, PT_RULE) };
 #undef PT_RULE
 
 #if defined(PAGEDTREE_HAS_SM90A)
-// Walk trees. A tree with a row of which more tokens may be kept than fit has the status kLeftToOthers then.
+// Walk trees. Trees with a row of too many kept tokens get the status kLeftToOthers.
 bool walk_on_chip(const VerifyParams& p, const ExecContext& ctx);
 template <Rule kRule>
 bool rules_on_chip(const RatioParams& p, const ExecContext& ctx);
 
-// Samples rows. A row of which more tokens may be kept than fit has a negative token then.
+// Samples rows. Rows of too many kept tokens get a negative token.
 bool sample_on_chip(const SampleParams& p, const ExecContext& ctx);
 
-// Writes the children of all frontier nodes, for law "topk".
+// Writes the children of all frontier nodes, law "topk".
 bool expand_on_chip(const ExpandTreeParams& p, const ExecContext& ctx);
 #else
 inline bool walk_on_chip(const VerifyParams&, const ExecContext&) { return false; }

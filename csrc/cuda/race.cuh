@@ -1,11 +1,11 @@
-// Parts of races: noise of words, and a race ahead of the row's peak. See sampling.cuh.
+// Parts of Gumbel races: noise per word, and a race before the row's peak is known (sampling.cuh).
 #pragma once
 
 #include "cuda/filters.cuh"
 
 namespace pagedtree::cuda {
 
-// Tokens that may win a race, which ends when the row's peak is known, and the least score that may win in a CTA.
+// Candidates of a race before the peak is known, and the CTA's least score that may win.
 struct RaceNotes {
   static constexpr uint32_t kMost = 256;
   struct Note {
@@ -17,7 +17,7 @@ struct RaceNotes {
   Note notes[kMost];
 };
 
-// The noise of a token of each lane; all are of one word of logits, whose group has this least word.
+// Returns the noise of a token per lane; all are in one word, whose group has this smallest noise word.
 __device__ __forceinline__ float noise_of_word(uint64_t seed, int64_t position, uint32_t id, uint32_t least) {
   uint32_t words[4];
   const uint32_t half = threadIdx.x % 32 / 16;
@@ -29,7 +29,7 @@ __device__ __forceinline__ float noise_of_word(uint64_t seed, int64_t position, 
   return group.noise(id % kNoiseGroup);
 }
 
-// A word of shared memory that other threads may change meanwhile: the newest value or one before.
+// Reads a shared word that other threads may change: its newest value or an earlier one.
 __device__ __forceinline__ uint32_t value_now(uint32_t& word) {
 #if defined(__CUDACC__)
   return *const_cast<volatile uint32_t*>(&word);
@@ -38,7 +38,6 @@ __device__ __forceinline__ uint32_t value_now(uint32_t& word) {
 #endif
 }
 
-// The largest number; NaN wins.
 template <int kCount>
 __device__ __forceinline__ float largest_or_nan(const float (&numbers)[kCount]) {
   uint32_t bits[kCount];
@@ -48,10 +47,9 @@ __device__ __forceinline__ float largest_or_nan(const float (&numbers)[kCount]) 
 }
 __device__ __forceinline__ float larger_or_nan(float a, float b) { return largest_or_nan<2>({a, b}); }
 
-// Notes the tokens of a row that may win by x + noise. The peak is not known: `scale` has the peak 0. The two ways to
-// round a score differ by at most 2^-22 of it and 2e-5. A warp draws the largest noise of groups of tokens for its
-// words of logits together, and the others' only for the words that may still win, the one with the largest bound
-// first. Returns this thread's largest logit, NaN if there is one.
+// Collects the tokens that may win by x + noise, with peak 0 in `scale`; the two roundings of a score differ by at most
+// 2^-22 of it plus 2e-5. A warp draws the largest noise of all its groups at once, other noise only for words that may
+// still win, in order of bounds. Returns this thread's largest logit, or NaN.
 template <typename Reader>
 __device__ __forceinline__ float race_ahead(const Reader& row, const Scale& scale, uint64_t seed, int64_t position,
                                             RaceNotes& notes) {
@@ -102,7 +100,7 @@ __device__ __forceinline__ float race_ahead(const Reader& row, const Scale& scal
       for (int i = 0; i < Reader::kBatch; ++i) {
         if (lane == from && word_of_lane == word + i * stride) most[i] = -kInfinity;
       }
-      // Each lane scores a token of the word.
+      // One token of the word per lane.
       const int token = __shfl_sync(~0u, word_of_lane, from) * row.of_word() + lane % row.of_word();
       const float logit = row.logit(token);
       const float own_noise =
@@ -120,7 +118,7 @@ __device__ __forceinline__ float race_ahead(const Reader& row, const Scale& scal
   return peak;
 }
 
-// The winner of a race ahead, given the peak; 0 if it may not be among the notes.
+// Returns the winner, given the peak, or 0 if it may not be among the candidates.
 __device__ __forceinline__ uint64_t winner_of_notes(const RaceNotes& notes, const Scale& scale, BlockShared& shared) {
   constexpr uint64_t kUnknown = ~uint64_t{0};
   const float size = scale.peak * scale.inverse_temperature;

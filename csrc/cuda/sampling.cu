@@ -7,7 +7,7 @@
 namespace pagedtree::cuda {
 namespace {
 
-// One cluster per row: all of them, or those without a token.
+// One cluster per row: all rows, or those without a token.
 template <DType kDType>
 __global__ void __launch_bounds__(kRowThreads, kRowCtas)
     sample_kernel(const __grid_constant__ SampleParams p, bool all, int64_t first) {

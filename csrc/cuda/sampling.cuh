@@ -1,6 +1,5 @@
-// Draws a token from a row of logits: the peak, the filters' threshold, the race of the kept tokens' noise. A whole CTA
-// or a cluster works on one row. The row is read from memory once and from L2 afterwards; nothing of its size is
-// written.
+// Samples a row of logits: peak, filter threshold, Gumbel race. One CTA or cluster per row. The row comes from memory
+// once, afterwards from L2; nothing of its size is written.
 #pragma once
 
 #include "cuda/kept_tokens.cuh"
@@ -14,15 +13,14 @@ struct SamplingShared {
     RaceNotes notes;
     KeptNotes kept;
   };
-  // No registers are left to keep these in.
+  // In memory to save registers.
   RowDistribution distribution;
   Sampling sampling;
   uint64_t seed;
   int64_t position;
 };
 
-// The best x + noise of the tokens that the distribution in `shared` keeps, as ranked() gives it, the lowest id on
-// ties; 0 if none can win. The row may be a part of a vocabulary that begins with its token `first_token`.
+// Returns the best x + noise of kept tokens, ranked(), or 0; the lowest id wins ties. The row begins at `first_token`.
 template <DType kDType>
 __device__ __attribute__((noinline)) uint64_t race_of_kept(SamplingShared& shared, uint32_t first_token) {
   __syncthreads();
@@ -32,13 +30,13 @@ __device__ __attribute__((noinline)) uint64_t race_of_kept(SamplingShared& share
   const int64_t position = shared.position;
   LogitReader<kDType> row(shared.distribution.row);
   row.learn(shared.distribution);
-  float bound = kMinNoise;  // the peak's own score is no less
+  float bound = kMinNoise;  // the peak's score is no lower
   if (threadIdx.x == 0) shared.notes.bound = order_key<ScalarMath>(bound);
   __syncthreads();
   const float kept_x = max_of(filter.min_x, scale(filter.min_logit));
   uint64_t best = 0;
   const auto has_any = [&](float most) { return __any_sync(~0u, scale(most) >= kept_x) != 0; };
-  const uint32_t groups = first_token % row.of_word() == 0 ? 1 : 2;  // of a word
+  const uint32_t groups = first_token % row.of_word() == 0 ? 1 : 2;  // per word
   row.each_own_word(has_any, [&](int index, const uint4& word) {
     const float most = scale(row.largest_of_word(word));
     const int begin = index * row.of_word();
@@ -68,8 +66,7 @@ __device__ __attribute__((noinline)) uint64_t race_of_kept(SamplingShared& share
   return cluster_max(shared.radix.block, best);
 }
 
-// Draws from a row that is read once: by a race ahead of the peak. Returns -1 if the token is not known so: of a row
-// that is not clean, of too many that may win, or where rounding might decide.
+// Samples in one pass, before the peak is known. Returns -1 if undecided: unclean row, many candidates, or rounding.
 template <DType kDType>
 __device__ __attribute__((noinline)) int32_t draw_ahead(SamplingShared& shared) {
   LogitReader<kDType> row(shared.distribution.row);
@@ -79,12 +76,12 @@ __device__ __attribute__((noinline)) int32_t draw_ahead(SamplingShared& shared) 
   const uint32_t own = peak != peak ? ~0u : order_key<ScalarMath>(peak + 0.0f);
   scale.peak = ranked_value(cluster_max(shared.radix.block, uint64_t{own} << 32));
   if (!(scale.peak < row.largest() && scale.peak > -kInfinity)) return -1;
-  __syncthreads();  // the notes are complete
+  __syncthreads();  // after all writes of notes
   const uint64_t best = winner_of_notes(shared.notes, scale, shared.radix.block);
   return best == 0 ? -1 : ranked_id(best);
 }
 
-// Draws from the tokens that filters keep. Returns -1 if they are too many, or the row has NaN or no finite logit.
+// Samples the kept tokens. Returns -1 if they are too many, or for NaN or no finite logit.
 template <DType kDType>
 __device__ __attribute__((noinline)) int32_t draw_kept(SamplingShared& shared) {
   RowSlice<kDType> slice{LogitReader<kDType>(shared.distribution.row), shared.radix.block};
@@ -114,7 +111,7 @@ __device__ __forceinline__ Draw draw_token(const LogitRow& row, const Sampling& 
   const bool greedy = sampling.temperature == 0.0f, filters = has_filter(sampling, row.vocab);
   int32_t token = -1;
   if (!greedy && filters) token = draw_kept<kDType>(shared);
-  // In a cluster, a few words a thread are read again sooner than the code of a race ahead is.
+  // In a cluster, threads reread their few words faster than they fetch the code of a race ahead.
   if (!greedy && !filters && ptx::cluster_size() == 1) token = draw_ahead<kDType>(shared);
   if (token >= 0) return {token, false};
   find_distribution<kDType>(shared.radix, shared.masses, shared.sampling, shared.distribution);

@@ -1,4 +1,4 @@
-// Samples rows on chip, one cluster for each row.
+// Samples rows on chip, one cluster per row.
 #include "cuda/draws_sm90.cuh"
 #include "cuda/on_chip.h"
 
@@ -7,7 +7,7 @@ namespace {
 
 struct SampleOnChip {
   DrawShared draw;
-  alignas(kWordBytes) uint4 words[1];  // of the row; then ChipDraw's
+  alignas(kWordBytes) uint4 words[1];  // row; then ChipDraw's
 };
 
 template <DType kDType>
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kRowThreads, kChipCtas)
   bool bad = false;
   const int32_t token = draw.token(0, integer_at(p.positions, r), bad);
   if (leads_cluster()) p.tokens[r] = token;
-  ptx::meet_cluster();  // no CTA ends before the others have sent it their last values
+  ptx::meet_cluster();  // no stores may arrive after a CTA's exit
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Logits in memory: single ones, words of 16 bytes, and groups of four.
+// Stored logits: single, words of 16 bytes, and groups of four.
 #pragma once
 
 #include "core/numeric.h"
@@ -9,12 +9,11 @@ namespace pagedtree::cuda {
 
 constexpr int kWordBytes = 16;
 
-// Four logits of a word. Narrow logits, two per register, do not use z and w.
+// Four logits of a word. 16-bit logits, two per register, leave z and w unused.
 using Four = uint4;
 
 __device__ __forceinline__ float half_value(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
 
-// Logits of one dtype.
 template <DType kDType>
 struct StoredLogits {
   static constexpr bool kWide = kDType == DType::kFloat32;
@@ -25,9 +24,8 @@ struct StoredLogits {
   __device__ explicit StoredLogits(DType) {}
   static __device__ bool wide() { return kWide; }
   static __device__ float largest() { return kWide ? kMaxFloat : kHalf ? kMaxFloat16 : kMaxBFloat16; }
-  // Bits of +inf.
   static __device__ uint32_t infinity() { return kWide ? 0x7f800000u : kHalf ? 0x7c00u : 0x7f80u; }
-  // How many digits of the order key differ between logits.
+  // Number of order-key digits that differ between logits.
   static __device__ int digits() { return kWide ? 4 : kHalf ? 3 : 2; }
 
   static __device__ uint32_t bits(const void* row, int token) {
@@ -39,9 +37,9 @@ struct StoredLogits {
     return kHalf ? half_value(narrow) : float_from_bfloat16(narrow);
   }
 
-  // The larger of the numbers at each place of two registers; NaN wins.
+  // Returns the elementwise maximum of two registers; NaN wins.
   static __device__ uint32_t larger(uint32_t a, uint32_t b) { return ptx::max_nan<Number>(a, b); }
-  // The largest of all numbers in the registers; NaN if there is one.
+  // Returns the largest number in the registers; NaN wins.
   template <int kCount>
   static __device__ __forceinline__ float largest_of(const uint32_t (&registers)[kCount]) {
     uint32_t most = registers[0];
@@ -61,7 +59,7 @@ struct StoredLogits {
   }
 };
 
-// Logits of a dtype that is known at run time only: branches are the same for all threads.
+// Logits of a runtime dtype: branches are uniform.
 constexpr DType kAnyDType = static_cast<DType>(-1);
 template <>
 struct StoredLogits<kAnyDType> {
@@ -96,14 +94,11 @@ struct StoredLogits<kAnyDType> {
   }
 };
 
-// The functions below work whether the dtype is known or not.
-
 template <typename Stored>
 __device__ int bytes_of_one(const Stored& stored) {
   return stored.wide() ? 4 : 2;
 }
 
-// Number `i` of a word, given its registers.
 template <typename Stored>
 __device__ __forceinline__ uint32_t number_of(const Stored& stored, const uint32_t (&word)[4], int i) {
   return stored.wide() ? word[i % 4] : word[i / 2] >> i % 2 * 16 & 0xffffu;
@@ -116,7 +111,7 @@ __device__ __forceinline__ void convert_four(const Stored& stored, const Four& f
   for (int i = 0; i < 4; ++i) four[i] = stored.value(stored.wide() ? words[i] : words[i / 2] >> i % 2 * 16 & 0xffffu);
 }
 
-// The bits of a clean logit: -inf for NaN or a forbidden token, the largest finite number for +inf.
+// Returns the bits of a clean logit: -inf for NaN or a forbidden token, the largest finite number for +inf.
 template <typename Stored>
 __device__ __forceinline__ uint32_t clean_bits(const Stored& stored, uint32_t bits, bool allowed) {
   const uint32_t infinity = stored.infinity(), sign = stored.wide() ? 0x80000000u : 0x8000u;
@@ -125,11 +120,11 @@ __device__ __forceinline__ uint32_t clean_bits(const Stored& stored, uint32_t bi
   return bits == infinity ? infinity - 1 : bits;
 }
 
-// Bit i of `allowed` is for number i of the word.
+// Bit i of `allowed` is for element i.
 template <typename Stored>
 __device__ __forceinline__ uint4 clean_word(const Stored& stored, uint4 word, uint32_t allowed) {
 #pragma unroll 1
-  for (int i = 0; i < 4; ++i) {  // the registers move on by one
+  for (int i = 0; i < 4; ++i) {  // rotates the registers
     const uint32_t clean = stored.wide() ? clean_bits(stored, word.x, allowed & 1u)
                                          : clean_bits(stored, word.x & 0xffffu, allowed & 1u) |
                                                clean_bits(stored, word.x >> 16, allowed & 2u) << 16;
@@ -139,11 +134,11 @@ __device__ __forceinline__ uint4 clean_word(const Stored& stored, uint4 word, ui
   return word;
 }
 
-// Sixteen bytes of two neighbouring words, from byte `skew` of the first word on.
+// Returns sixteen bytes of two neighbouring words, from byte `skew`.
 __device__ __forceinline__ uint4 bytes_from(const uint4& first, const uint4& second, uint32_t skew) {
   uint32_t words[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
 #pragma unroll
-  for (int by = 2; by > 0; --by) {  // by registers; each step keeps only what the next one needs
+  for (int by = 2; by > 0; --by) {  // by registers; each step keeps the next one's inputs
 #pragma unroll
     for (int i = 0; i + by < 8; ++i) {
       if (skew & 4u * by) words[i] = words[i + by];

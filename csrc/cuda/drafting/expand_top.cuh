@@ -1,4 +1,4 @@
-// expand_tree by law "topk": a node's children are its row's best tokens.
+// expand_tree, law "topk": a node's children are its row's best tokens.
 #pragma once
 
 #include "core/drafting.h"
@@ -10,9 +10,8 @@ struct ExpandShared {
   TopShared top;
   SumShared sum;
 };
-static_assert(sizeof(ExpandShared) <= 99 << 10);  // the least shared memory of a CTA from sm_80 on
+static_assert(sizeof(ExpandShared) <= 99 << 10);  // all GPUs from sm_80
 
-// By all threads of a cluster.
 __device__ __forceinline__ void clear_children(const ExpandTreeParams& p, int64_t row, int64_t children) {
   const int64_t thread = ptx::cluster_rank() * blockDim.x + threadIdx.x, threads = ptx::cluster_size() * blockDim.x;
 #pragma unroll 1
@@ -34,8 +33,8 @@ __device__ __forceinline__ void expand_top(const ExpandTreeParams& p, Row& row, 
   const float parent = frontier_score(p, b, f);
   const bool is_first = ptx::cluster_rank() == 0;
   const uint32_t bound = find_peak(row, p.num_children, top);
-  if (!is_present(parent)) {  // read before, so that the row need not wait for it
-    ptx::meet_cluster();      // writes to the first CTA are complete
+  if (!is_present(parent)) {  // late, so that the row's loads need not wait
+    ptx::meet_cluster();      // no CTA may exit while others write to it
     return clear_children(p, index, children);
   }
   const float peak = ranked_value(top.best[0]);

@@ -13,14 +13,14 @@ constexpr int kTreeThreads = 256;
 
 // ---- expand_tree
 
-// For law "topk": one cluster per frontier node.
+// Law "topk": one cluster per frontier node.
 template <DType kDType>
 __global__ void __launch_bounds__(kTopThreads, kTopCtas) expand_top_kernel(const __grid_constant__ ExpandTreeParams p) {
   LogitReader<kDType> row(logit_row(p.logits, ptx::cluster_index()));
   expand_top(p, row, ptx::shared<ExpandShared>());
 }
 
-// For laws "iid", "swor" and "coupled".
+// Laws "iid", "swor", and "coupled".
 template <DType kDType, bool kIndependent>
 __global__ void __launch_bounds__(kTopThreads, 2) expand_drawn_kernel(const __grid_constant__ ExpandTreeParams p) {
   const uint32_t row = ptx::cluster_index(), width = static_cast<uint32_t>(p.num_expanded);
@@ -45,17 +45,17 @@ struct GrowShared {
   uint64_t children[kTreeThreads];
 };
 
-// Records the places of the frontier's nodes. Threads begin with the last one, as the first ones rank children.
+// Records the frontier nodes' places. Starts at the last thread, as the first ones rank children.
 __device__ __forceinline__ void enter_frontiers(const ExpandTreeParams& p, int64_t b) {
   const int32_t* const frontier = p.frontier + b * p.num_expanded;
   for (int32_t f = kTreeThreads - 1 - static_cast<int32_t>(threadIdx.x); f < p.num_expanded; f += kTreeThreads) {
-    bool is_last = true;  // of those that name this candidate: a bad frontier may name one twice
+    bool is_last = true;  // a bad frontier may name a candidate twice: the last counts
     for (int32_t later = f + 1; later < p.num_expanded; ++later) is_last &= frontier[later] != frontier[f];
     if (is_last) enter_frontier(p, b, f);
   }
 }
 
-// Writes the next state after the children's tokens and scores are known: one CTA per sequence.
+// Writes the next state from the children's tokens and scores: one CTA per sequence.
 __global__ void __launch_bounds__(kTreeThreads, 1) grow_kernel(const __grid_constant__ ExpandTreeParams p) {
   auto& shared = ptx::shared<GrowShared>();
   ptx::wait_for_kernels_before();
@@ -97,7 +97,6 @@ __global__ void __launch_bounds__(kTreeThreads, 1) count_kernel(const __grid_con
     p.cu_nodes[b + 1] = static_cast<int32_t>(min_of<int64_t>(static_cast<int64_t>(count), p.num_nodes));
 }
 
-// The scores of candidates.
 struct ScoreItems {
   const float* scores;
   int64_t count;
@@ -115,7 +114,7 @@ struct ScoreItems {
   }
 };
 
-// The chosen candidates are numbered in their order, so that parents come first.
+// Numbers selected candidates in order, so that parents precede children.
 __global__ void __launch_bounds__(kTreeThreads, 1) rerank_kernel(const __grid_constant__ RerankTreeParams p) {
   auto& shared = ptx::shared<RadixShared>();
   ptx::wait_for_kernels_before();

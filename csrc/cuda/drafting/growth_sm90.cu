@@ -1,4 +1,4 @@
-// Children of frontier nodes whose rows are on chip.
+// expand_tree, law "topk", with rows on chip.
 #include "cuda/drafting/expand_top.cuh"
 #include "cuda/draws_sm90.cuh"
 #include "cuda/on_chip.h"

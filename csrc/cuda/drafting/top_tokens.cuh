@@ -1,30 +1,26 @@
-// The best tokens of a row of logits, and the normaliser of its softmax. A whole CTA or a cluster works on one row; its
-// first CTA has the result.
-//
-// The row is read once for the largest logit of each thread. Threads form groups, and `count` tokens are at least as
-// large as the `count`-th largest of the groups' largest: it is a threshold that few tokens reach. Only the words of
-// threads that have such a token are read again.
+// The best tokens of a row of logits, and its log-sum-exp. One CTA or cluster per row; the first CTA has the result.
+// One pass finds each thread's largest logit. The `count`-th largest maximum of groups of threads is a threshold that
+// at least `count` tokens reach, and few others; only threads with such a token read their words again.
 #pragma once
 
 #include "cuda/filters.cuh"
 
 namespace pagedtree::cuda {
 
-constexpr int kTopThreads = 256, kTopCtas = 3;  // so many CTAs share an SM
+constexpr int kTopThreads = 256, kTopCtas = 3;  // CTAs per SM
 constexpr int kMostGroups = 1024, kMostCandidates = 512;
 
 struct TopShared {
   BlockShared block;
-  uint64_t best[kMaxTreeNodes];          // of the first CTA: the result
-  uint64_t groups[kMostGroups];          // ranked_key() of the largest of neighbouring threads, of all CTAs
-  uint64_t candidates[kMostCandidates];  // of the first CTA
+  uint64_t best[kMaxTreeNodes];          // first CTA: the result
+  uint64_t groups[kMostGroups];          // ranked_key() of the groups' maxima, all CTAs
+  uint64_t candidates[kMostCandidates];  // first CTA
   int32_t num_candidates;
   uint32_t has_nan, too_many;  // flags
   uint32_t threshold;
 };
 
-// Launches one cluster for each row. Of many rows several clusters follow each other on an SM: the larger they are, the
-// fewer SMs are idle at the end, and the more rows are still in L2 when they are read again.
+// Launches one cluster per row. With many rows, larger clusters leave fewer SMs idle and find more of a row in L2.
 template <typename Params>
 void launch_top(void (*kernel)(Params), int64_t num_rows, int64_t vocab, size_t shared_bytes, void* stream,
                 const Params& params) {
@@ -34,8 +30,7 @@ void launch_top(void (*kernel)(Params), int64_t num_rows, int64_t vocab, size_t 
                   params);
 }
 
-// Writes the `count` largest of a few different values to `best`, the largest first. All threads of a CTA call it, and
-// meet afterwards. Not inlined, as most kernels call it twice.
+// Writes the `count` largest of a few distinct values, descending; callers synchronize. Not inlined: two calls.
 inline __device__ __attribute__((noinline)) void sort_few(const uint64_t* values, int32_t size, int32_t count,
                                                           uint64_t* best) {
   for (int32_t i = threadIdx.x; i < size; i += blockDim.x) {
@@ -47,7 +42,7 @@ inline __device__ __attribute__((noinline)) void sort_few(const uint64_t* values
   }
 }
 
-// ---- the best of what a cluster's threads have
+// ---- the best items of a cluster
 
 __device__ __forceinline__ void begin_candidates(TopShared& shared) {
   if (threadIdx.x == 0) {
@@ -58,19 +53,18 @@ __device__ __forceinline__ void begin_candidates(TopShared& shared) {
   ptx::meet_cluster();
 }
 
-__device__ __forceinline__ void raise_flag(uint32_t& flag) {  // of all CTAs
+__device__ __forceinline__ void raise_flag(uint32_t& flag) {  // in all CTAs
 #pragma unroll 1
   for (uint32_t rank = 0; rank < ptx::cluster_size(); ++rank) atomicExch(ptx::of_cta(&flag, rank), 1u);
 }
 
-// Given the largest key of each thread, finds the largest of all, that of shared.best[0], and shared.threshold, above
-// -inf, which `count` items reach, if there are so many: the `count`-th largest of groups of threads. These are twice
-// as many as items are wanted, if that is possible.
+// Finds from each thread's largest key the maximum, as shared.best[0], and shared.threshold: the `count`-th largest
+// maximum of groups, above -inf, which `count` items reach if there are so many. 2 * count groups where possible.
 __device__ __forceinline__ void find_candidate_threshold(uint32_t key, int32_t count, TopShared& shared) {
   const int32_t ctas = static_cast<int32_t>(ptx::cluster_size()), threads = static_cast<int32_t>(blockDim.x);
   const int32_t rank = static_cast<int32_t>(ptx::cluster_rank()), thread = static_cast<int32_t>(threadIdx.x);
   count = max_of(count, 1);
-  int32_t bits = 5;  // a group has 2^bits threads
+  int32_t bits = 5;  // 2^bits threads per group
   while (bits > 0 && (ctas * threads >> bits) < min_of(2 * count, kMostGroups / 2)) --bits;
 #pragma unroll 1
   for (int apart = 1 << bits >> 1; apart > 0; apart /= 2) key = max_of(key, __shfl_xor_sync(~0u, key, apart));
@@ -88,7 +82,7 @@ __device__ __forceinline__ void find_candidate_threshold(uint32_t key, int32_t c
   __syncthreads();
 }
 
-// Takes an item with this ranked(): returns the larger one of it and `best`, or adds it to the candidates, if wanted.
+// Returns max(best, rank), and appends the item to the candidates, if given.
 __device__ __forceinline__ uint64_t take_item(uint64_t rank, uint64_t best, TopShared* candidates) {
   if (candidates != nullptr) {
     TopShared* const first = ptx::of_cta(candidates, 0);
@@ -102,8 +96,7 @@ __device__ __forceinline__ uint64_t take_item(uint64_t rank, uint64_t best, TopS
   return max_of(best, rank);
 }
 
-// Writes the `count` best items to `best`, one in each round: best_of(end, 0) is the best of a thread's items below
-// `end`, by ranked(). Returns how many there are. Not inlined, as few calls need it.
+// Writes the `count` best items, one per round; returns their number. best_of(end, 0) is a thread's best below `end`.
 template <typename BestOf>
 __device__ __attribute__((noinline)) int32_t list_by_rounds(int32_t count, BlockShared& shared, uint64_t* best,
                                                             const BestOf& best_of) {
@@ -117,10 +110,9 @@ __device__ __attribute__((noinline)) int32_t list_by_rounds(int32_t count, Block
   return size;
 }
 
-// After find_candidate_threshold(), given the key of an upper bound of this thread's items: the `count` best of all in
-// shared.best of the first CTA, best first. Returns how many there are above -inf, in that CTA. A thread's items
-// are in its words of items.row; items.best_of(word, least, end, candidates) is the best from `least` to below `end`,
-// by ranked(), 0 if there is none, and takes each of them.
+// Returns the number of the `count` best items above -inf, in shared.best of the first CTA, after
+// find_candidate_threshold(). The key `bound` bounds this thread's items: the words of items.row. items.best_of(word,
+// least, end, candidates) returns the best in [least, end) by ranked(), or 0, and appends each.
 template <typename Items>
 __device__ __forceinline__ int32_t list_best(const Items& items, uint32_t bound, int32_t count, TopShared& shared) {
   const uint32_t threshold = shared.threshold;
@@ -128,7 +120,7 @@ __device__ __forceinline__ int32_t list_best(const Items& items, uint32_t bound,
   for (uint32_t hits = __ballot_sync(~0u, bound >= threshold); hits != 0; hits &= hits - 1) {
     int word = items.row.own_begin() + __ffs(static_cast<int>(hits)) - 1 + lane * stride;
 #pragma unroll 1
-    for (; word < items.row.num_words(); word += 32 * stride) {  // those of the thread that has the hit
+    for (; word < items.row.num_words(); word += 32 * stride) {  // words of the thread with the hit
       items.best_of(word, uint64_t{threshold} << 32, ~uint64_t{0}, &shared);
     }
   }
@@ -167,8 +159,7 @@ struct RowItems {
   }
 };
 
-// Finds the peak, that of shared.best[0] in every CTA, and what list_best() needs; returns the largest key of this
-// thread. From now on the reader knows whether the row is clean.
+// Finds the maximum, as shared.best[0] of every CTA, and prepares list_best(). Returns this thread's largest key.
 template <typename Row>
 __device__ __forceinline__ uint32_t find_peak(Row& row, int32_t count, TopShared& shared) {
   begin_candidates(shared);
@@ -180,19 +171,18 @@ __device__ __forceinline__ uint32_t find_peak(Row& row, int32_t count, TopShared
   return key;
 }
 
-// ---- the normaliser
+// ---- the normalizer
 
 constexpr int kSumBlock = 1024, kSumPartials = 16;
-constexpr int kSumBlocks = 128;  // whose partial sums are kept at a time
+constexpr int kSumBlocks = 128;  // partial sums kept at a time
 
 struct SumShared {
-  float partials[kSumBlocks][kSumPartials + 1];  // one more per row avoids bank conflicts
+  float partials[kSumBlocks][kSumPartials + 1];  // padded against bank conflicts
   double of_block[kMaxVocab / kSumBlock];        // of the first CTA
   double log_sum;
 };
 
-// The partial sums of exp(logit - peak) of one block, one for each of sixteen lanes. Logits are loaded while those
-// before them are weighed.
+// Returns a block's partial sum of exp(logit - peak), one of sixteen lanes'. Loads are prefetched.
 template <typename Row>
 __device__ __forceinline__ float partial_sum(const Row& row, float peak, int begin, int end) {
   constexpr int kAhead = 16, kStep = 8;
@@ -231,8 +221,7 @@ __device__ __forceinline__ float partial_sum(const Row& row, float peak, int beg
   return partial;
 }
 
-// The sums of exp(logit - peak) of the row's blocks, with the same bits as on the CPU: the partial sums of each are
-// added in order.
+// Computes sums of exp(logit - peak) per block, in the CPU's order for equal bits.
 template <typename Row>
 __device__ __forceinline__ void sum_exp_of_blocks(const Row& row, float peak, int vocab, SumShared& shared) {
   const Blocks blocks = row.own_blocks(kSumBlock);
@@ -255,7 +244,6 @@ __device__ __forceinline__ void sum_exp_of_blocks(const Row& row, float peak, in
   }
 }
 
-// By one thread of the first CTA, when all blocks are there.
 __device__ __forceinline__ double sum_of_blocks(const SumShared& shared, int64_t vocab) {
   const int num_blocks = static_cast<int>(ceil_div<int64_t>(vocab, kSumBlock));
   double total = 0.0;

@@ -1,6 +1,5 @@
-// The `Rows` of core/verify/rules.h over lists of kept tokens. Sums have the bits of `Rows` in rules.cuh, where the
-// other tokens add zeros. A row without a list leaves its tree to rules_kernel; the rest of the walk does not
-// count then.
+// `Rows` of core/verify/rules.h on lists of kept tokens. Sums equal rules.cuh's bitwise: other tokens add zeros there.
+// A row without a list leaves its tree to rules_kernel, and the rest of its walk is void.
 #pragma once
 
 #define PT_WITH_WALKS
@@ -11,13 +10,13 @@
 
 namespace pagedtree::cuda {
 
-// The tokens that the filters keep of a row, by ascending token. Each CTA has the list.
+// The kept tokens of a row, ascending, in each CTA.
 struct KeptList {
   uint32_t size;
   int32_t tokens[KeptNotes::kMost];
-  float masses[KeptNotes::kMost], drafts[KeptNotes::kMost];  // the draft's probabilities
+  float masses[KeptNotes::kMost], drafts[KeptNotes::kMost];  // of the draft
 
-  // The first entry whose token is not below `least`.
+  // Returns the first entry with a token >= `least`.
   __device__ uint32_t place_of(int32_t least) {
     return static_cast<uint32_t>(TriedTokens{tokens, static_cast<int32_t>(size)}.lower_bound(least));
   }
@@ -28,7 +27,7 @@ struct KeptShared {
   NodeDistributions distributions;  // at a node
   KeptNotes notes;
   KeptList list;
-  uint16_t first_of_block[kMaxMassBlocks + 1];  // index of the first kept token from each block on
+  uint16_t first_of_block[kMaxMassBlocks + 1];  // first kept token per block
   NearTree tree;
   MassTable sums, drafts;
   double total;  // of the sums
@@ -36,14 +35,14 @@ struct KeptShared {
   int16_t parents[kMaxTreeNodes];
   int16_t depths[kMaxTreeNodes];
 };
-static_assert(sizeof(KeptShared) <= 99 << 10);  // the least shared memory of a CTA from sm_80 on
+static_assert(sizeof(KeptShared) <= 99 << 10);  // all GPUs from sm_80
 
-// Not inlined, as few drafts are logits.
+// Not inlined: few drafts are logits.
 inline __device__ __attribute__((noinline)) float draft_of(int32_t token) {
   return DraftMasses(ptx::shared<KeptShared>().distributions).at(token);
 }
 
-// The row that the target's distribution has, in memory.
+// The target's row, in memory.
 template <DType kDType>
 struct RowInMemory {
   RowSlice<kDType> slice;
@@ -54,8 +53,7 @@ struct RowInMemory {
   }
 };
 
-// Lists the tokens that sequence b keeps of that row, and writes the distribution; `again`: it is known. Returns
-// whether it could.
+// Lists the tokens that sequence b keeps and writes the distribution (`again`: known). Returns false if it cannot.
 template <typename Row>
 __device__ __attribute__((noinline)) bool find_kept(const SamplingParams& p, int64_t b, bool again) {
   auto& shared = ptx::shared<KeptShared>();
@@ -118,7 +116,7 @@ __device__ __attribute__((noinline)) bool find_kept(const SamplingParams& p, int
   return true;
 }
 
-// max(m - c q, 0) for each kept token, 0 if it was tried, see ResidualMasses.
+// max(m - c q, 0) per kept token, 0 if tried, see ResidualMasses.
 struct KeptResiduals {
   const KeptShared& shared;
   float factor = 0.0f;
@@ -140,7 +138,7 @@ struct KeptResiduals {
   }
 };
 
-// The draft's probabilities, 0 for tried tokens. One more tried token changes its block alone.
+// The draft's probabilities, 0 for tried tokens. Only the last tried token's block changes.
 struct UntriedDrafts {
   static constexpr int kRows = 1, kBatch = 4, kSums = 1;
 
@@ -161,8 +159,7 @@ struct UntriedDrafts {
   }
 };
 
-// Writes the sums of the blocks, and of groups of blocks, of value(i) for each kept token. Two values are added in any
-// order; a warp adds more of a block as sum_blocks() does.
+// Sums value(i) of kept tokens per block and group. Two values commute; more are added in the order of sum_blocks().
 template <typename Value>
 __device__ __forceinline__ double sum_kept(KeptShared& shared, int32_t vocab, const Value& value) {
   const uint32_t lane = threadIdx.x % 32, num_blocks = static_cast<uint32_t>(MassTable::num_blocks(vocab));
@@ -205,8 +202,7 @@ __device__ __forceinline__ double sum_kept(KeptShared& shared, int32_t vocab, co
   return total;
 }
 
-// MassSearch::pick() among the runs of `width` tokens from kept token `begin` to `end`, which become the bounds of the
-// picked run.
+// MassSearch::pick() over runs of `width` tokens, among kept tokens [begin, end); narrows both to the picked run.
 template <typename Value>
 __device__ __forceinline__ void pick_run(MassSearch& search, const KeptShared& shared, const Value& value,
                                          int32_t width, uint32_t& begin, uint32_t& end) {
@@ -228,7 +224,7 @@ __device__ __forceinline__ void pick_run(MassSearch& search, const KeptShared& s
   end = picked_end;
 }
 
-// kSwor: there may be sums of drafts.
+// kSwor: sums of drafts may be needed.
 template <typename Row, bool kSwor>
 class KeptRows {
  public:
@@ -265,7 +261,7 @@ class KeptRows {
     const int32_t at = place_of(token);
     return at < 0 ? 0.0 : static_cast<double>(shared_.list.masses[at]);
   }
-  // 0 of a token that is not kept: where target() is 0, no rule depends on it.
+  // 0 for dropped tokens: where target() is 0, no rule depends on it.
   __device__ double draft(const NodeDistributions& distributions, int32_t token) const {
     const int32_t at = place_of(token);
     return at < 0 ? 0.0 : static_cast<double>(shared_.list.drafts[at]) * distributions.draft_unit;
@@ -310,7 +306,7 @@ class KeptRows {
   }
 
  private:
-  // The index of a token in the list, -1 if it is not kept.
+  // Returns a token's index in the list, or -1.
   __device__ int32_t place_of(int32_t token) const { return failed_ ? -1 : place_in_list(token); }
   static __device__ __attribute__((noinline)) int32_t place_in_list(int32_t token) {
     KeptList& list = ptx::shared<KeptShared>().list;
@@ -351,7 +347,7 @@ class KeptRows {
 
   KeptShared& shared_;
   TriedTokens tried_;
-  int32_t last_block_ = -1;  // of the token that was tried last; -1: the draft's row is not summed yet
+  int32_t last_block_ = -1;  // of the last tried token; -1: the draft's row is not summed
   bool counts_drafts_, sums_drafts_, failed_ = false;
 };
 

@@ -1,4 +1,4 @@
-// The rules of core/verify that compare the target's distribution with the draft's: one cluster per tree.
+// Rules of core/verify that compare the target's and the draft's distributions: one cluster per tree.
 #include "cuda/backend.h"
 #include "cuda/tile/launch.cuh"
 #include "cuda/verify/kept_rows.cuh"
@@ -6,13 +6,13 @@
 namespace pagedtree::cuda {
 namespace {
 
-// Over lists of kept tokens. A tree that has another row is left to the kernels below.
+// On lists of kept tokens. Trees with other rows are left to rules_kernel.
 template <DType kDType, Rule kRule>
 __global__ void __launch_bounds__(kRulesThreads, kRowCtas) kept_kernel(const __grid_constant__ RatioParams p) {
   walk_kept<kRule, RowInMemory<kDType>>(p);
 }
 
-// Over whole rows: all trees, or those that are left.
+// On whole rows: all trees, or those left over.
 template <Rule kRule>
 __global__ void __launch_bounds__(kRulesThreads, kRowCtas)
     rules_kernel(const __grid_constant__ RatioParams p, int64_t first, bool all) {
@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kRulesThreads, kRowCtas)
 template <Rule kRule>
 void walk_trees(const RatioParams& p, const ExecContext& ctx) {
   const int64_t vocab = p.verify.logits.vocab;
-  // A list of drafts' logits is found by the same code.
+  // A draft's logits share the code of its list.
   const bool by_lists =
       !p.verify.options.used && (p.draft_sampling.temperature == nullptr || p.draft.dtype == p.verify.logits.dtype);
   if (by_lists && !rules_on_chip<kRule>(p, ctx)) {

@@ -1,6 +1,5 @@
-// The `Rows` of core/verify/rules.h, read by a whole CTA or a cluster: all threads make each call, and all get the
-// result. The CTAs of a cluster walk side by side: each reads a part of a row, and each has the results in its own
-// memory. The dtypes of target and draft are known only at run time, so that there is one kernel per rule.
+// `Rows` of core/verify/rules.h for a CTA or cluster: all threads call, and all get the result. The CTAs of a cluster
+// walk in parallel, each with a part of a row and all results. Dtypes are runtime values: one kernel per rule.
 #pragma once
 
 #include "core/verify/rules.h"
@@ -12,7 +11,7 @@
 
 namespace pagedtree::cuda {
 
-// Fewer threads than elsewhere read a row: a walk's state and two distributions need more registers.
+// Fewer threads than other kernels: a walk's state and two distributions need registers.
 constexpr int kRulesThreads = 192;
 
 struct RulesShared {
@@ -21,15 +20,15 @@ struct RulesShared {
   NodeDistributions distributions;
   NearTree tree;
   MassTable residuals, drafts;
-  float block[kMassBlock / kMassRadix][kMassRadix + 1];  // residuals; one more per row avoids bank conflicts
-  double runs[kMassBlock / kMassRadix];                  // the sums of those rows
+  float block[kMassBlock / kMassRadix][kMassRadix + 1];  // residuals; padded against bank conflicts
+  double runs[kMassBlock / kMassRadix];                  // row sums
   int32_t tried[kMaxTreeNodes];
   int16_t parents[kMaxTreeNodes];
   int16_t depths[kMaxTreeNodes];
 };
-static_assert(sizeof(RulesShared) <= 99 << 10);  // the least shared memory of a CTA from sm_80 on
+static_assert(sizeof(RulesShared) <= 99 << 10);  // all GPUs from sm_80
 
-// The masses of a draft's distribution: probabilities as given, or from logits.
+// Masses of a draft's distribution, from probabilities or logits.
 struct DraftMasses {
   RowMasses masses;
   bool present, is_probs;
@@ -39,7 +38,7 @@ struct DraftMasses {
         present(distributions.draft.row.logits != nullptr),
         is_probs(distributions.draft_is_probs) {}
 
-  // Constants of drafts' rows, which need no registers.
+  // Constants of drafts' rows save registers.
   static __device__ RowDistribution plain(RowDistribution distribution, int32_t vocab) {
     distribution.row.vocab = vocab;
     distribution.row.allowed = nullptr;
@@ -59,7 +58,7 @@ struct DraftMasses {
   }
 };
 
-// Bit i is set if token + i was tried, i < 4.
+// Returns the bits i < 4 of tried tokens token + i.
 __device__ __forceinline__ uint32_t tried_of_four(const TriedTokens& tried, int32_t token) {
   uint32_t bits = 0;
   for (int32_t at = tried.lower_bound(token); at < tried.size && tried.ids[at] < token + 4; ++at) {
@@ -78,7 +77,7 @@ struct ResidualMasses {
   bool with_draft, counts_drafts, of_entropy = false;
   TriedTokens tried;
   int only_block = -1;             // -1: all
-  float (*block)[kMassRadix + 1];  // receives the residuals of only_block
+  float (*block)[kMassRadix + 1];  // residuals of only_block
 
   __device__ ResidualMasses(const NodeDistributions& distributions, double c, const TriedTokens& tried_tokens,
                             bool only_drafted)
@@ -90,7 +89,7 @@ struct ResidualMasses {
   }
 
   __device__ int32_t vocab() const { return target.vocab(); }
-  // The draft's groups follow kBatch of the target's.
+  // The draft's groups follow the target's kBatch.
   template <int kCount>
   __device__ __forceinline__ void load(int token, Four* fours) const {
     target.load<kCount>(token, fours);
@@ -130,13 +129,13 @@ struct ResidualMasses {
   }
 };
 
-// Adds a token to a set of tried ones, not inlined, as rules do it in several places. Returns how many there are then.
+// Adds a token to a set of tried tokens; returns its size. Not inlined: several callers.
 inline __device__ __attribute__((noinline)) int32_t try_token(int32_t* ids, int32_t token, int32_t num_tried) {
   const TriedTokens tried{ids, num_tried};
   if (tried.contains(token) || num_tried == kMaxTreeNodes) return num_tried;
   const int32_t at = tried.lower_bound(token), threads = static_cast<int32_t>(blockDim.x);
   __syncthreads();
-  // Later tokens move up by one place, the last of them first.
+  // Shifts later tokens by one, the last ones first.
 #pragma unroll 1
   for (int32_t end = num_tried; end > at; end -= threads) {
     const int32_t from = end - 1 - static_cast<int32_t>(threadIdx.x);
@@ -150,8 +149,7 @@ inline __device__ __attribute__((noinline)) int32_t try_token(int32_t* ids, int3
   return num_tried + 1;
 }
 
-// Finds the distributions at a node: a draft's whose logits are given first, in the target's place. find(sampling)
-// finds the one of the row there, and returns the sum of its masses, 0 if it could not.
+// Finds a node's distributions, the draft's first in the target's place. find(sampling) returns the mass, or 0.
 template <bool kOptions, typename Find>
 __device__ __forceinline__ void find_both(const RatioParams& p, int64_t b, int64_t row, bool with_draft,
                                           NodeDistributions& distributions, Find find) {
@@ -241,7 +239,7 @@ class Rows {
   __device__ void mark_tried(int32_t token) { tried_.size = try_token(tried_.ids, token, tried_.size); }
 
  private:
-  // Not inlined: rules call them in several places, and they are most of a kernel's code.
+  // Not inlined: these are most of a kernel's code and have several callers.
 
   static __device__ __attribute__((noinline)) float mass_at(int32_t token, bool of_draft) {
     const NodeDistributions& distributions = ptx::shared<RulesShared>().distributions;

@@ -1,4 +1,4 @@
-// The rules over lists of kept tokens, whose rows are on chip.
+// Rules on lists of kept tokens, with rows on chip.
 #include "cuda/draws_sm90.cuh"
 #include "cuda/verify/kept_rows.cuh"
 
@@ -12,7 +12,7 @@ struct KeptOnChip {
   alignas(kWordBytes) uint4 words[1];  // of the row
 };
 
-// The row that the target's distribution has, copied here.
+// The target's row, copied to the slice.
 template <DType kDType>
 struct RowOnChip {
   KeptOnChip& shared;
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowCtas)
   LogitsSlice<kDType>(shared.slice, shared.words, p.verify.logits.vocab).begin(buffers);
   if (threadIdx.x == 0) shared.turns = {};
   walk_kept<kRule, RowOnChip<kDType>>(p);
-  ptx::meet_cluster();  // no CTA ends before the others have sent it their last values
+  ptx::meet_cluster();  // no stores may arrive after a CTA's exit
 }
 
 }  // namespace

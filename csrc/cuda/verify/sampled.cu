@@ -14,16 +14,15 @@ namespace {
 struct WalkShared {
   SamplingShared sampling;
   NearTree tree;
-  TreeWalk walk;  // no registers are left to keep it in
+  TreeWalk walk;  // in memory to save registers
   bool more;
 };
-static_assert(sizeof(WalkShared) <= 99 << 10);  // the least shared memory of a CTA from sm_80 on
+static_assert(sizeof(WalkShared) <= 99 << 10);  // all GPUs from sm_80
 
 __device__ __forceinline__ uint64_t seed_of(const VerifyParams& p, int64_t b) {
   return p.seeds == nullptr ? 0 : static_cast<uint64_t>(p.seeds[b]);
 }
 
-// The token of the row at which a walk stands.
 template <DType kDType>
 __device__ __forceinline__ Draw draw_next(const VerifyParams& p, const TreeWalk& walk, SamplingShared& shared) {
   const LogitRow row = row_under<kDType>(p.options, p.logits, walk.b, walk.row(), shared.radix.block);
@@ -33,7 +32,7 @@ __device__ __forceinline__ Draw draw_next(const VerifyParams& p, const TreeWalk&
 
 template <DType kDType>
 __device__ __forceinline__ void walk_tree(const VerifyParams& p, int64_t b, WalkShared& shared) {
-  TreeWalk& walk = shared.walk;  // the first thread of each CTA leads
+  TreeWalk& walk = shared.walk;  // the first thread of each CTA updates it
   if (threadIdx.x == 0) new (&walk) TreeWalk(p, b);
   __syncthreads();
   copy_tree(walk, shared.tree);
@@ -55,7 +54,7 @@ __device__ __forceinline__ void walk_tree(const VerifyParams& p, int64_t b, Walk
   if (leads_cluster()) walk.finish();
 }
 
-// One cluster per tree: all of them, or those that are left.
+// One cluster per tree: all trees, or those left over.
 template <DType kDType>
 __global__ void __launch_bounds__(kRowThreads, kRowCtas)
     walk_kernel(const __grid_constant__ VerifyParams p, bool all, int64_t first) {

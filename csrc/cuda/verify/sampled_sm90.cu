@@ -1,4 +1,4 @@
-// Walks over rows on chip. One cluster per tree; while a level is worked on, the row of the first child is on its way.
+// Walks over rows on chip, one cluster per tree. The first child's row is prefetched while its parent's is processed.
 #include "core/verify/rules.h"
 #include "cuda/draws_sm90.cuh"
 #include "cuda/on_chip.h"
@@ -10,14 +10,14 @@ namespace {
 struct WalkOnChip {
   DrawShared draw;
   NearTree tree;
-  alignas(kWordBytes) uint4 words[1];  // of the buffers; then ChipDraw's
+  alignas(kWordBytes) uint4 words[1];  // row buffers; then ChipDraw's
 };
 
-// The children of a node, listed by the lanes of each warp while the row is on its way.
+// A node's children, listed by the lanes of each warp while its row is in flight.
 struct Children {
   const int32_t first;
-  int32_t rest, own = -1, own_token = -1;  // `rest`: the first that no lane has
-  int32_t status;                          // of the walk, if it follows the list to there
+  int32_t rest, own = -1, own_token = -1;  // `rest`: first child past the lanes
+  int32_t status;                          // the walk's, if it follows the list to there
 
   __device__ __forceinline__ explicit Children(TreeWalk& walk) : first(walk.first_child()), rest(first) {
     const int32_t before = walk.status;
@@ -32,7 +32,7 @@ struct Children {
     status = walk.status;
     walk.status = before;
   }
-  // As TreeWalk::child_with().
+  // TreeWalk::child_with() on the list.
   __device__ __forceinline__ int32_t with(int32_t token, TreeWalk& walk) {
     const uint32_t hits = __ballot_sync(~0u, own >= 0 && own_token == token);
     if (hits != 0) return __shfl_sync(~0u, own, __ffs(static_cast<int>(hits)) - 1);
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kRowThreads, kChipCtas)
       slice.copy(logit_row(p.logits, walk.row()), at);
     }
   }
-  for (int i = 0; i < 2; ++i) slice.wait(i);  // no CTA ends before its copies and the others' last values have come
+  for (int i = 0; i < 2; ++i) slice.wait(i);  // no copies or stores may arrive after a CTA's exit
   if (leads_cluster()) walk.finish();
   ptx::meet_cluster();
 }
