@@ -233,7 +233,7 @@ LAUNCHES = """
 import sys
 sys.path[:0] = ["tests"]
 import torch
-from support.simt import base_of, intercepted_launches, simt_library, symbols_of
+from support.doubles import base_of, intercepted_launches, simt_library, symbols_of
 from pagedtree.check.case import Place
 from pagedtree.check.cases import attention
 library, kernels = simt_library(), []
