@@ -23,7 +23,7 @@ Trace = np.dtype([("events", "<u8", (3, 3, TRACED)), ("counts", "<u4", (3, 3))],
 def take() -> np.ndarray:
     trace = np.zeros((), Trace)
     library = ctypes.CDLL(str(Path(pagedtree.__file__).parent / "lib" / "libpagedtree_cuda.so"))
-    if status := library.pagedtree_take_trace(trace.ctypes.data_as(ctypes.c_void_p)):
+    if status := library.pagedtree_copy_trace(trace.ctypes.data_as(ctypes.c_void_p)):
         raise RuntimeError(f"CUDA: error {status}")
     return trace
 

@@ -85,7 +85,7 @@ class Replayer {
       for (Cta& cta : slots) {
         while (!find_tile(cta) && started_ < found_.ctas) start_next(cta);
         if (cta.tile >= cta.end) continue;
-        take_tiles(cta);
+        consume_tiles(cta);
         is_done = false;
       }
     }
@@ -164,15 +164,15 @@ class Replayer {
     const uint32_t first_row = m * sequence.tile_rows + static_cast<uint32_t>(cta.part) * height;
     if (first_row >= sequence.rows) return;
     const int32_t end = cta.at.same_row(cta.stop) ? cta.stop.kv_tile : sequence.kv_tiles;
-    cta.tile = max_of(cta.at.kv_tile, sequence.first_seen(work_, first_row));
-    cta.end = sequence.seq_len > 0 ? min_of(end, sequence.end_seen(work_, first_row + height - 1)) : 0;
+    cta.tile = max_of(cta.at.kv_tile, sequence.first_visible_tile(work_, first_row));
+    cta.end = sequence.seq_len > 0 ? min_of(end, sequence.end_visible_tile(work_, first_row + height - 1)) : 0;
     const int32_t head = cta.at.row_tile / sequence.m_tiles;
     const auto [known, is_new] = blocks_.try_emplace(int64_t{cta.at.sequence} << 32 | head, 0);
     if (is_new) known->second = l2_.add(ceil_div(sequence.kv_tiles, grain_));
     cta.block = known->second;
   }
 
-  void take_tiles(Cta& cta) {
+  void consume_tiles(Cta& cta) {
     const int32_t block = cta.tile / grain_;
     const auto next = static_cast<int32_t>(min_of<int64_t>((int64_t{block} + 1) * grain_, cta.end));
     cta.tiles += next - cta.tile;

@@ -17,7 +17,7 @@
   PT_EACH_WALK(OP, OP)                                      \
   OP(step_shards, ShardStepParams)                          \
   RULE(follow_shards, ShardFollowParams, follow_tree, 1)    \
-  OP(weigh_shards, ShardWeighParams)                        \
+  OP(weigh_shards, ShardResidualParams)                     \
   RULE(walk_shards, ShardWalkParams, walk_tree, 1)          \
   OP(expand_tree, ExpandTreeParams)                         \
   OP(rerank_tree, RerankTreeParams)                         \

@@ -119,11 +119,11 @@ struct SequenceWork {
   int32_t kv_tiles;
 
   // Return the KV tile of a row's first visible key, and the one after its last.
-  PT_HOST_DEVICE int32_t first_seen(const WorkShape& shape, uint32_t row) const {
+  PT_HOST_DEVICE int32_t first_visible_tile(const WorkShape& shape, uint32_t row) const {
     const int32_t end = max_of(min_of(end_of(shape, row), tree_len < 0 ? seq_len : seq_len - tree_len), 0);
     return min_of(static_cast<int32_t>(static_cast<uint32_t>(max_of(end - shape.window, 0)) / kKvTile), kv_tiles - 1);
   }
-  PT_HOST_DEVICE int32_t end_seen(const WorkShape& shape, uint32_t row) const {
+  PT_HOST_DEVICE int32_t end_visible_tile(const WorkShape& shape, uint32_t row) const {
     return kv_tiles_of(max_of(end_of(shape, row), tree_len < 0 ? 0 : seq_len));
   }
   PT_HOST_DEVICE bool has_segments(const WorkShape& shape) const {
@@ -133,8 +133,8 @@ struct SequenceWork {
   // `of`. Calls know tree_len exactly, plans do not.
   PT_HOST_DEVICE KvTiles first_segment(const WorkShape& shape, uint32_t first, uint32_t last, KvTiles of) const {
     if (!has_segments(shape)) return of;
-    of.begin = max_of(of.begin, shape.segment_begin(first_seen(shape, first)));
-    of.end = min_of(min_of(of.end, end_seen(shape, last)), of.begin + shape.segment);
+    of.begin = max_of(of.begin, shape.segment_begin(first_visible_tile(shape, first)));
+    of.end = min_of(min_of(of.end, end_visible_tile(shape, last)), of.begin + shape.segment);
     return of;
   }
 
@@ -224,8 +224,8 @@ struct RowCosts {
   // Assigns each row tile the cost `each` if positive.
   PT_HOST_DEVICE RowCosts(const WorkShape& shape, const SequenceWork& work, uint32_t each) : rising(work.full_tile) {
     const int32_t last =
-        work.kv_tiles - work.first_seen(shape, static_cast<uint32_t>(work.m_tiles - 1) * work.tile_rows);
-    const int32_t all = work.end_seen(shape, work.tile_rows - 1), tiles = rising > 0 ? all : last;
+        work.kv_tiles - work.first_visible_tile(shape, static_cast<uint32_t>(work.m_tiles - 1) * work.tile_rows);
+    const int32_t all = work.end_visible_tile(shape, work.tile_rows - 1), tiles = rising > 0 ? all : last;
     first = static_cast<float>((tiles + kPieceCost) * work.tile_heads);
     rise = divided(static_cast<float>(last - tiles), static_cast<float>(max_of(rising, 1)));
     if (each > 0) first = static_cast<float>(each), rising = 0;
@@ -370,8 +370,9 @@ struct Cuts {
     // KV tiles that all sharers of the row tile see.
     const uint32_t first_row = static_cast<uint32_t>(start.m_tile) * work.tile_rows,
                    last_row = min_of(first_row + work.tile_rows, work.rows) - 1;
-    const int32_t first = work.first_seen(shape, last_row >> shape.m_tile_bits() << shape.m_tile_bits()),
-                  end = max_of(work.end_seen(shape, first_row + static_cast<uint32_t>(shape.m_tile) - 1), first + 1);
+    const int32_t first = work.first_visible_tile(shape, last_row >> shape.m_tile_bits() << shape.m_tile_bits()),
+                  end = max_of(work.end_visible_tile(shape, first_row + static_cast<uint32_t>(shape.m_tile) - 1),
+                               first + 1);
     const int32_t size = end - first, near = size < 2 * min_piece ? size : min_piece,
                   piece_cost = each > 0 ? 0 : kPieceCost, cut_from = work.tile_heads * (piece_cost + ((near + 1) >> 1)),
                   cut_to = min_of(work.tile_heads * (piece_cost + size - (near >> 1)),

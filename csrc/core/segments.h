@@ -30,10 +30,10 @@ PT_HOST_DEVICE int64_t row_in_segments(const TreeAttentionParams& p, const WorkS
 }
 
 // The segments in which a row sees keys; others may not have been stored.
-struct SeenSegments {
+struct VisibleSegments {
   int32_t begin, end;
 
-  PT_HOST_DEVICE SeenSegments(const WorkShape& shape, const Visibility& seen) {
+  PT_HOST_DEVICE VisibleSegments(const WorkShape& shape, const Visibility& seen) {
     const int32_t keys = shape.segment * kKvTile, lowest = seen.lowest(), highest = seen.highest();
     begin = lowest / keys;
     end = lowest < highest ? (highest - 1) / keys + 1 : begin;

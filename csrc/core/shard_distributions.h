@@ -9,13 +9,13 @@
 namespace pagedtree {
 
 // A rank's words in each round, and their reduction.
-enum class WeighRound : int32_t {
+enum class ResidualRound : int32_t {
   kMasses,    // 2 words per row, sum: target's masses; target and draft at the row's draft token
   kResidual,  // 2 words per row, sum: target and draft after `index` rejections
   kSums,      // 2 words per tree, gathered: residual at the path's end; target's masses there
   kDraw,      // 1 word per tree, sum: the token drawn there
 };
-constexpr int kWeighWords = 2;
+constexpr int kResidualWords = 2;
 
 struct ShardEnd {
   int64_t row;  // -1: no draw
@@ -25,14 +25,14 @@ struct ShardEnd {
 };
 static_assert(sizeof(ShardEnd) % sizeof(int64_t) == 0);
 
-struct ShardWeighParams {
+struct ShardResidualParams {
   ShardRows shard;
   RatioParams ratio;        // verify.logits: row count and vocabulary of all ranks, no data; draft: own columns
   Residual* left;           // [N] parent's residual after rejecting the row's token, written
   const ShardEnd* ends;     // [B], for kSums and kDraw
   const int64_t* received;  // for kResidual [N, 2], for kDraw [ranks, B, 2], else null
   int64_t* words;           // [N, 2], for kSums [B, 2], for kDraw [B]; zeros, written
-  WeighRound round;
+  ResidualRound round;
   int32_t index;
   int32_t rank, num_ranks;
 };
@@ -48,8 +48,10 @@ struct ShardWalkParams {
   int32_t index;            // of the last round, 0 for kMasses
 };
 
-PT_HOST_DEVICE bool is_of_trees(WeighRound round) { return round == WeighRound::kSums || round == WeighRound::kDraw; }
-PT_HOST_DEVICE int64_t num_items(const ShardWeighParams& p) {
+PT_HOST_DEVICE bool is_of_trees(ResidualRound round) {
+  return round == ResidualRound::kSums || round == ResidualRound::kDraw;
+}
+PT_HOST_DEVICE int64_t num_items(const ShardResidualParams& p) {
   return is_of_trees(p.round) ? p.ratio.verify.batch : p.shard.logits.num_rows;
 }
 
@@ -57,7 +59,7 @@ PT_HOST_DEVICE int64_t num_items(const ShardWeighParams& p) {
 struct ShardItem {
   int64_t row, sequence;
 };
-PT_HOST_DEVICE ShardItem item_of(const ShardWeighParams& p, int64_t item) {
+PT_HOST_DEVICE ShardItem item_of(const ShardResidualParams& p, int64_t item) {
   if (!is_of_trees(p.round)) return {item, sequence_of(p.shard, item)};
   return {p.ends[item].row, p.ends[item].row < 0 ? -1 : item};
 }
@@ -79,7 +81,7 @@ PT_HOST_DEVICE bool stand_at(TreeWalk& walk, int64_t row) {
 }
 
 // Reads words of kMasses (index 0), or of kResidual after rejection `index` if asked.
-PT_HOST_DEVICE void learn_sums(DraftLaw law, const int64_t* words, int32_t index, ShardRow& row) {
+PT_HOST_DEVICE void apply_sums(DraftLaw law, const int64_t* words, int32_t index, ShardRow& row) {
   if (index == 0) {
     row.total = mass_of_units(words[0]);
     row.left = {0.0, row.total, 1.0};
@@ -97,9 +99,9 @@ PT_HOST_DEVICE void keep_left(Residual* left, TreeWalk& walk, int64_t index, con
 
 // The `Rows` of core/verify/rules.h after all rounds. Sums after a node's last rejection are unused: any positive value
 // serves.
-class KnownRows {
+class ReducedRows {
  public:
-  PT_HOST_DEVICE KnownRows(const ShardWalkParams& p, int64_t b) : p_(p), b_(b), walk_(p.ratio.verify, b) {
+  PT_HOST_DEVICE ReducedRows(const ShardWalkParams& p, int64_t b) : p_(p), b_(b), walk_(p.ratio.verify, b) {
     tried_.ids = p.tried + walk_.rows.begin;
     p_.ends[b] = {-1, 0.0, 0.0, 0};
   }
@@ -153,7 +155,7 @@ class KnownRows {
   PT_HOST_DEVICE float mass_at(int32_t token, int shift) {
     const int32_t child = walk_.child_with(token);
     if (child < 0) return 0.0f;
-    const uint64_t word = static_cast<uint64_t>(p_.masses[(walk_.rows.begin + child) * kWeighWords + 1]);
+    const uint64_t word = static_cast<uint64_t>(p_.masses[(walk_.rows.begin + child) * kResidualWords + 1]);
     return ScalarMath::bits<float>(static_cast<uint32_t>(word >> shift));
   }
 
@@ -172,10 +174,10 @@ PT_HOST_DEVICE void walk_tree(const ShardWalkParams& p, int64_t b) {
   for (int32_t node = 0; node < walk.num_nodes; ++node) {
     walk.node = node;
     ShardRow& row = p.rows[walk.row()];
-    learn_sums(p.ratio.law, p.received + walk.row() * kWeighWords, p.index, row);
+    apply_sums(p.ratio.law, p.received + walk.row() * kResidualWords, p.index, row);
     keep_left(p.left, walk, p.index, row);
   }
-  KnownRows rows(p, b);
+  ReducedRows rows(p, b);
   walk_rejection(p.ratio, b, rows);
   // A cut path ends with an accepted token, or has none: no draw.
   const VerifyParams& verify = p.ratio.verify;
@@ -191,14 +193,14 @@ struct ShardDraw {
   int64_t num_tried;
 };
 
-PT_HOST_DEVICE ShardDraw draw_of_shard(const ShardWeighParams& p, int64_t b) {
+PT_HOST_DEVICE ShardDraw draw_of_shard(const ShardResidualParams& p, int64_t b) {
   const ShardEnd& end = p.ends[b];
   const auto units = [&](int32_t rank, int which) {
-    return static_cast<uint64_t>(p.received[(rank * p.ratio.verify.batch + b) * kWeighWords + which]);
+    return static_cast<uint64_t>(p.received[(rank * p.ratio.verify.batch + b) * kResidualWords + which]);
   };
-  uint64_t totals[kWeighWords]{};
+  uint64_t totals[kResidualWords]{};
   for (int32_t rank = 0; rank < p.num_ranks; ++rank) {
-    for (int which = 0; which < kWeighWords; ++which) totals[which] += units(rank, which);
+    for (int which = 0; which < kResidualWords; ++which) totals[which] += units(rank, which);
   }
   // If nothing is left, draws from the target's distribution.
   const double left =
@@ -239,10 +241,10 @@ struct ShardQuestion {
 };
 
 // Rejects child `index` of row n if another child would be judged after it.
-PT_HOST_DEVICE ShardQuestion reject_child(const ShardWeighParams& p, TreeWalk& walk, ShardRow& row) {
+PT_HOST_DEVICE ShardQuestion reject_child(const ShardResidualParams& p, TreeWalk& walk, ShardRow& row) {
   row.asked = row.left.mass > 0.0 && drafted_child(walk, p.index + 1) >= 0;
   if (!row.asked) return {};
-  take_draft(row.left, 1.0);
+  subtract_draft_mass(row.left, 1.0);
   return {true, row.left.c, p.ratio.law == DraftLaw::kSwor ? p.index : 0};
 }
 

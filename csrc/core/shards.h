@@ -224,7 +224,7 @@ PT_HOST_DEVICE uint32_t find_bin(const int64_t* bins, uint64_t target, uint64_t&
 }
 
 // Applies the reduced words. After kTies with a partial tie, returns this rank's kept ties; else -1.
-PT_HOST_DEVICE int64_t learn(const ShardStepParams& p, int64_t n, const Sampling& sampling, ShardRow& row) {
+PT_HOST_DEVICE int64_t apply(const ShardStepParams& p, int64_t n, const Sampling& sampling, ShardRow& row) {
   const int64_t* words = p.received + n * words_of(p.last);
   switch (p.last) {
     case ShardRound::kNone:

@@ -46,7 +46,7 @@ struct IsaKernels {
   PT_EACH_WALK(PT_KERNEL_OF_RULE, PT_KERNEL_OF_RULE)
 #undef PT_KERNEL_OF_RULE
   void (*step_shard)(const ShardStepParams&, int64_t row, RowScratch& scratch);
-  void (*weigh_shard)(const ShardWeighParams&, int64_t item, RowScratch& scratch);  // a row or a tree
+  void (*reduce_shard)(const ShardResidualParams&, int64_t item, RowScratch& scratch);  // a row or a tree
   // Runs item = b * H + h. Without `out` the state advances.
   void (*delta_rule)(const DeltaRuleParams&, int64_t item, DeltaScratch& scratch);
   void (*conv1d)(const ConvParams&, int64_t b, int64_t first_channel);

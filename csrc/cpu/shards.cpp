@@ -10,8 +10,8 @@ void CpuBackend::step_shards(const ShardStepParams& p, const ExecContext& ctx) c
   for_each_row(ctx, logits.num_rows, p.shard.options, logits.vocab, p, isa_kernels().step_shard);
 }
 
-void CpuBackend::weigh_shards(const ShardWeighParams& p, const ExecContext& ctx) const {
-  for_each_row(ctx, num_items(p), p.shard.options, p.shard.logits.vocab, p, isa_kernels().weigh_shard);
+void CpuBackend::weigh_shards(const ShardResidualParams& p, const ExecContext& ctx) const {
+  for_each_row(ctx, num_items(p), p.shard.options, p.shard.logits.vocab, p, isa_kernels().reduce_shard);
 }
 
 }  // namespace pagedtree::cpu

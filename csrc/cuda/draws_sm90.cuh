@@ -91,7 +91,7 @@ class ChipDraw {
   static constexpr int32_t kTooMany = -1;
 
   static __host__ __device__ size_t bytes(int words_of_row) {
-    return kSampled ? max_of(static_cast<size_t>(words_of_row) * 4, sizeof(KeptNotes)) : 0;
+    return kSampled ? max_of(static_cast<size_t>(words_of_row) * 4, sizeof(KeptCandidates)) : 0;
   }
 
   __device__ __forceinline__ ChipDraw(Slice& slice, DrawShared& shared, void* room, const Sampling& sampling,
@@ -109,7 +109,7 @@ class ChipDraw {
       min_x = min_p_bound(sampling_.min_p);
       if (sampling_.top_p < 1.0f || sampling_.cuts_by_count(vocab_)) {
         slice_.wait(buffer);
-        KeptTokens<Slice> kept{slice_, *static_cast<KeptNotes*>(room_), sampling_, vocab_, min_x, scale};
+        KeptTokens<Slice> kept{slice_, *static_cast<KeptCandidates*>(room_), sampling_, vocab_, min_x, scale};
         const uint64_t best = kept.best_of_row(buffer, seed_, position, bad);
         if (best == kept.kTooMany) return kTooMany;
         if (best != kept.kNoneFinite) return ranked_id(best);

@@ -38,7 +38,7 @@ __device__ __forceinline__ Peak find_peak(Reader& row, BlockShared& shared) {
   static_assert(kMaxVocab <= kNan);
   rank = cluster_max(shared, best.nan ? rank | kNan : rank & ~uint64_t{kNan});
   const Peak peak{.logit = ranked_value(rank), .token = ranked_id(rank | kNan), .has_nan = (rank & kNan) != 0};
-  row.learn(peak);
+  row.apply(peak);
   return peak;
 }
 

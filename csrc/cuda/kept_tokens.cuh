@@ -39,14 +39,14 @@ struct Sums {
 };
 
 // The likeliest tokens of a row, ranked().
-struct KeptNotes {
+struct KeptCandidates {
   static constexpr uint32_t kMost = 512;
   uint64_t own[kMost], all[kMost];  // of the CTA, of the cluster
   uint32_t weights[kMost];          // of `all`
   uint32_t num_own;
 
   // Sums the tokens before this rank in filter order, by a warp.
-  static __device__ __attribute__((noinline)) Sums before(const KeptNotes& notes, uint32_t size, uint64_t rank) {
+  static __device__ __attribute__((noinline)) Sums before(const KeptCandidates& notes, uint32_t size, uint64_t rank) {
     uint32_t count = 0, lower = 0, upper = 0;  // halves of the masses
 #pragma unroll 1
     for (uint32_t i = threadIdx.x % 32; i < size; i += 32) {
@@ -64,7 +64,7 @@ struct KeptNotes {
 template <typename Slice>
 struct KeptTokens {
   Slice& slice;
-  KeptNotes& notes;
+  KeptCandidates& notes;
   const Sampling sampling;
   const int32_t vocab;
   const float min_x;
@@ -101,7 +101,7 @@ struct KeptTokens {
         const float logit = slice.number(word, i), x = scale(logit);
         if (counts(most) && exactly) exact += weight_of<ScalarMath>(x >= least_x ? x : 2 * kWeightless);
         if (!(logit >= bound && x >= min_x)) continue;
-        if (const uint32_t place = atomicAdd(&notes.num_own, 1u); place < KeptNotes::kMost)
+        if (const uint32_t place = atomicAdd(&notes.num_own, 1u); place < KeptCandidates::kMost)
           notes.own[place] = ranked(logit, first + i);
         ++count;
       }
@@ -113,8 +113,8 @@ struct KeptTokens {
   __device__ __forceinline__ uint64_t gather(int buffer, float bound, bool weighs) {
     const uint32_t lane = threadIdx.x % 32;
     const auto [count, mass_of_cta] = slice.exchange(note(buffer, bound, weighs));
-    size = __reduce_add_sync(~0u, min_of(count, KeptNotes::kMost + 1));
-    if (size > KeptNotes::kMost) return 0;
+    size = __reduce_add_sync(~0u, min_of(count, KeptCandidates::kMost + 1));
+    if (size > KeptCandidates::kMost) return 0;
     slice.gather(notes.own, __shfl_sync(~0u, count, static_cast<int>(ptx::cluster_rank())),
                  __reduce_add_sync(~0u, lane < ptx::cluster_rank() ? count : 0), size, notes.all);
 #pragma unroll 1
@@ -139,7 +139,7 @@ struct KeptTokens {
     const bool has_all = bound <= -kMaxFloat || scale(bound) < min_x;
     const bool weighs = by_mass && (sampling.joint || !(by_count || has_all));
     const uint64_t mass_of_cta = gather(buffer, bound, weighs);
-    if (size > KeptNotes::kMost) return kTooMany;
+    if (size > KeptCandidates::kMost) return kTooMany;
     const auto all = notes.before(notes, size, 0);
     const auto top_k = static_cast<uint32_t>(sampling.top_k);
     bool suffices = has_all || (by_count && all.count >= top_k);
@@ -244,7 +244,7 @@ struct RowSlice {
     Range range(exchange(Range::of_thread(key, parts), Fold::kHalves));
     bad = range.peak == ~0u;
     if (bad) range.peak = 0;
-    row.learn(Peak{.logit = logit_of_key<ScalarMath>(range.peak)});
+    row.apply(Peak{.logit = logit_of_key<ScalarMath>(range.peak)});
     return range;
   }
   template <typename HasAny, typename F>

@@ -76,8 +76,8 @@ class LogitReader {
   // Assumes neither NaN nor +inf until the peak is known.
   __device__ void presume_clean() { clean_ = true; }
   // Applies find_peak(): a row without NaN and +inf needs no cleaning.
-  __device__ void learn(const Peak& peak) { clean_ = !peak.has_nan && peak.logit < stored_.largest(); }
-  __device__ void learn(const RowDistribution& distribution) {
+  __device__ void apply(const Peak& peak) { clean_ = !peak.has_nan && peak.logit < stored_.largest(); }
+  __device__ void apply(const RowDistribution& distribution) {
     uniform_ = distribution.uniform;
     clean_ = !distribution.bad && distribution.scale.peak < stored_.largest();
   }

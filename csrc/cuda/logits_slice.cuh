@@ -10,7 +10,7 @@ namespace pagedtree::cuda {
 constexpr int kRunTokens = kNoiseRun * kNoiseGroup;  // slices are whole runs: noise is drawn by blocks
 
 struct SliceShared {
-  uint64_t copied[2], told[2], gathered;  // mbarriers
+  uint64_t copied[2], exchanged[2], gathered;  // mbarriers
   uint64_t of_ctas[2][kMaxCluster], of_warps[2][kRowThreads / 32];
 };
 
@@ -46,7 +46,7 @@ class LogitsSlice {
     if (threadIdx.x == 0) {
       for (int i = 0; i < 2; ++i) {
         ptx::mbar_init(&shared_.copied[i], 1);
-        ptx::mbar_init(&shared_.told[i], 1);
+        ptx::mbar_init(&shared_.exchanged[i], 1);
       }
       ptx::mbar_init(&shared_.gathered, 1);
       ptx::fence_mbar_init();
@@ -156,7 +156,7 @@ class LogitsSlice {
       mend(words_, count_, false);
     }
   }
-  static __device__ void learn(const Peak&) {}
+  static __device__ void apply(const Peak&) {}
   static __device__ int own_begin() { return static_cast<int>(threadIdx.x) / 32 * 32; }
   static __device__ int own_stride() { return static_cast<int>(blockDim.x); }
   __device__ int num_words() const { return size_; }
@@ -207,10 +207,10 @@ class LogitsSlice {
     __syncthreads();
     if (threadIdx.x < 32) {
       value = fold(lane < blockDim.x / 32 ? shared.of_warps[at][lane] : 0, how);
-      if (lane == 0) ptx::mbar_arrive_expect(&shared.told[at], 8 * ctas);
-      if (lane < ctas) ptx::tell(&shared.of_ctas[at][ptx::cluster_rank()], value, &shared.told[at], lane);
+      if (lane == 0) ptx::mbar_arrive_expect(&shared.exchanged[at], 8 * ctas);
+      if (lane < ctas) ptx::tell(&shared.of_ctas[at][ptx::cluster_rank()], value, &shared.exchanged[at], lane);
     }
-    ptx::mbar_wait(&shared.told[at], turn >> 1 & 1);
+    ptx::mbar_wait(&shared.exchanged[at], turn >> 1 & 1);
     return lane < ctas ? shared.of_ctas[at][lane] : 0;
   }
   // Not inlined: most rows need several exchanges.

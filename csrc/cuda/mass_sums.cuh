@@ -17,7 +17,7 @@ struct MassesOfDType {
 
   __device__ explicit MassesOfDType(const RowDistribution& distribution)
       : row(distribution.row), scale(distribution.scale), filter(distribution.filter) {
-    row.learn(distribution);
+    row.apply(distribution);
   }
 
   __device__ float at(int32_t token) const {

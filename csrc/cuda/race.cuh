@@ -6,7 +6,7 @@
 namespace pagedtree::cuda {
 
 // Candidates of a race before the peak is known, and the CTA's least score that may win.
-struct RaceNotes {
+struct RaceCandidates {
   static constexpr uint32_t kMost = 256;
   struct Note {
     float logit, noise;
@@ -52,7 +52,7 @@ __device__ __forceinline__ float larger_or_nan(float a, float b) { return larges
 // still win, in order of bounds. Returns this thread's largest logit, or NaN.
 template <typename Reader>
 __device__ __forceinline__ float race_ahead(const Reader& row, const Scale& scale, uint64_t seed, int64_t position,
-                                            RaceNotes& notes) {
+                                            RaceCandidates& notes) {
   float bound = -kMaxFloat, peak = -kInfinity;
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -110,7 +110,7 @@ __device__ __forceinline__ float race_ahead(const Reader& row, const Scale& scal
       bound = max_of(bound, most_of_word - 1e-3f - 0x1p-20f * ScalarMath::max(most_of_word, -most_of_word));
       if (lane == 0) atomicMax(&notes.bound, order_key<ScalarMath>(bound));
       if (!(own >= bound)) continue;
-      if (const uint32_t place = atomicAdd(&notes.count, 1u); place < RaceNotes::kMost) {
+      if (const uint32_t place = atomicAdd(&notes.count, 1u); place < RaceCandidates::kMost) {
         notes.notes[place] = {logit, own_noise, static_cast<uint32_t>(token)};
       }
     }
@@ -119,15 +119,16 @@ __device__ __forceinline__ float race_ahead(const Reader& row, const Scale& scal
 }
 
 // Returns the winner, given the peak, or 0 if it may not be among the candidates.
-__device__ __forceinline__ uint64_t winner_of_notes(const RaceNotes& notes, const Scale& scale, BlockShared& shared) {
+__device__ __forceinline__ uint64_t winner_of_candidates(const RaceCandidates& notes, const Scale& scale,
+                                                         BlockShared& shared) {
   constexpr uint64_t kUnknown = ~uint64_t{0};
   const float size = scale.peak * scale.inverse_temperature;
   const uint32_t count = notes.count;
-  const bool known = size > -0x1p24f && size < 0x1p24f && count <= RaceNotes::kMost;
+  const bool known = size > -0x1p24f && size < 0x1p24f && count <= RaceCandidates::kMost;
   uint64_t best = known ? 0 : kUnknown;
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; known && i < count; i += blockDim.x) {
-    const RaceNotes::Note& note = notes.notes[i];
+    const RaceCandidates::Note& note = notes.notes[i];
     best = max_of(best, ranked(scale(note.logit) + note.noise, note.token));
   }
   best = cluster_max(shared, best);

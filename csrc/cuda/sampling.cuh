@@ -10,8 +10,8 @@ struct SamplingShared {
   RadixShared radix;
   MassColumns masses;
   union {
-    RaceNotes notes;
-    KeptNotes kept;
+    RaceCandidates notes;
+    KeptCandidates kept;
   };
   // In memory to save registers.
   RowDistribution distribution;
@@ -29,7 +29,7 @@ __device__ __attribute__((noinline)) uint64_t race_of_kept(SamplingShared& share
   const uint64_t seed = shared.seed;
   const int64_t position = shared.position;
   LogitReader<kDType> row(shared.distribution.row);
-  row.learn(shared.distribution);
+  row.apply(shared.distribution);
   float bound = kMinNoise;  // the peak's score is no lower
   if (threadIdx.x == 0) shared.notes.bound = order_key<ScalarMath>(bound);
   __syncthreads();
@@ -77,7 +77,7 @@ __device__ __attribute__((noinline)) int32_t draw_ahead(SamplingShared& shared) 
   scale.peak = ranked_value(cluster_max(shared.radix.block, uint64_t{own} << 32));
   if (!(scale.peak < row.largest() && scale.peak > -kInfinity)) return -1;
   __syncthreads();  // after all writes of notes
-  const uint64_t best = winner_of_notes(shared.notes, scale, shared.radix.block);
+  const uint64_t best = winner_of_candidates(shared.notes, scale, shared.radix.block);
   return best == 0 ? -1 : ranked_id(best);
 }
 

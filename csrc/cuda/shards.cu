@@ -81,7 +81,7 @@ __device__ __forceinline__ void step_row(const ShardStepParams& p, int64_t n, Sa
   if (b < 0 || depth_of(p, n, b) < 0) return;  // no walk visits this row
   const Sampling sampling = sampling_of(p.shard.sampling, b);
   ShardRow row = p.shard.rows[n];
-  const int64_t kept_ties = learn(p, n, sampling, row);
+  const int64_t kept_ties = apply(p, n, sampling, row);
   begin_round(p, sampling, row);
   LogitRow of_logits = logit_row(p.shard.logits, n);
   if (p.shard.options.used && reads_row(p, sampling, row, kept_ties)) {
@@ -89,7 +89,7 @@ __device__ __forceinline__ void step_row(const ShardStepParams& p, int64_t n, Sa
     of_logits = row_under<kDType>(p.shard.options, p.shard.logits, b, n, shared.radix.block, options.stops);
   }
   LogitReader<kDType> logits(of_logits);
-  if (p.round > ShardRound::kPeak && p.round != ShardRound::kLeft) logits.learn(row.peak);
+  if (p.round > ShardRound::kPeak && p.round != ShardRound::kLeft) logits.apply(row.peak);
   uint64_t num_ties = 0;  // of the cluster's first thread
   if (kept_ties >= 0) row.filter.tie_end = 0;
   const bool by_digit = (p.round == ShardRound::kCount || p.round == ShardRound::kMass) && row.searching;
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kRulesThreads, kRowCtas)
 
 // ---- residuals
 
-struct WeighShared {
+struct ResidualShared {
   BlockShared block;
   int32_t tried[kMaxTreeNodes];
   int32_t num_tried;
@@ -137,7 +137,7 @@ struct ShardSums {
 
 class ShardDistributions {
  public:
-  __device__ ShardDistributions(const ShardWeighParams& p, int64_t n, int64_t b, WeighShared& shared)
+  __device__ ShardDistributions(const ShardResidualParams& p, int64_t n, int64_t b, ResidualShared& shared)
       : p_(p), n_(n), b_(b), shared_(shared) {
     distributions_.target =
         shard_distribution(p.shard, logit_row(p.shard.logits, n), p.shard.rows[n], sampling_of(p.shard.sampling, b));
@@ -147,20 +147,20 @@ class ShardDistributions {
   }
 
   // Publishes the masses of the children's draft tokens in this rank's columns.
-  __device__ void tell_drafts(TreeWalk& walk) const {
+  __device__ void publish_drafts(TreeWalk& walk) const {
     const RowMasses target(distributions_.target);
     const DraftMasses draft(distributions_);
     for (int32_t child = walk.first_child(); child >= 0; child = walk.next_sibling(child)) {
       const int64_t row = walk.rows.begin + child, column = draft_token_at(walk.p, row) - p_.shard.first_token;
       if (column < 0 || column >= p_.shard.logits.vocab) continue;
-      p_.words[row * kWeighWords + 1] = word_of_masses(target.at(column), draft.at(column));
+      p_.words[row * kResidualWords + 1] = word_of_masses(target.at(column), draft.at(column));
     }
   }
 
   // Sums residuals at c and draft masses, without the first `num_tried` children's tokens. If it draws, writes the
   // first token whose cumulative residual units exceed `bound`.
-  __device__ ShardSums weigh(TreeWalk& walk, const ShardQuestion& question, bool draws, uint64_t bound,
-                             int64_t* drawn) {
+  __device__ ShardSums sum_residuals(TreeWalk& walk, const ShardQuestion& question, bool draws, uint64_t bound,
+                                     int64_t* drawn) {
     const ResidualMasses masses = left_at(walk, question);
     if (draws && threadIdx.x == 0) drawn[0] = p_.shard.first_token;
     ShardSums all;
@@ -212,29 +212,29 @@ class ShardDistributions {
     return ResidualMasses(distributions_, question.c, tried, p_.ratio.law != DraftLaw::kOneHot);
   }
 
-  const ShardWeighParams& p_;
+  const ShardResidualParams& p_;
   int64_t n_, b_;
-  WeighShared& shared_;
+  ResidualShared& shared_;
   NodeDistributions distributions_{};
 };
 
-__device__ __forceinline__ void weigh_item(const ShardWeighParams& p, int64_t item, WeighShared& shared) {
+__device__ __forceinline__ void residual_item(const ShardResidualParams& p, int64_t item, ResidualShared& shared) {
   const bool leads = threadIdx.x == 0;
   const auto [n, b] = item_of(p, item);
   if (b < 0) return;
   TreeWalk walk(p.ratio.verify, b);
   if (!stand_at(walk, n)) return;
-  const bool draws = p.round == WeighRound::kDraw;
-  int64_t* words = p.words + item * (draws ? 1 : kWeighWords);
+  const bool draws = p.round == ResidualRound::kDraw;
+  int64_t* words = p.words + item * (draws ? 1 : kResidualWords);
   ShardDistributions shard(p, n, b, shared);
   ShardQuestion question{true, 0.0, 0};
   uint64_t bound = ~uint64_t{0};
   ShardRow row = p.shard.rows[n];
-  if (p.round == WeighRound::kResidual) {
-    learn_sums(p.ratio.law, p.received + n * kWeighWords, p.index - 1, row);
+  if (p.round == ResidualRound::kResidual) {
+    apply_sums(p.ratio.law, p.received + n * kResidualWords, p.index - 1, row);
     if (leads) keep_left(p.left, walk, p.index - 1, row);
     question = reject_child(p, walk, row);
-  } else if (p.round == WeighRound::kSums) {
+  } else if (p.round == ResidualRound::kSums) {
     question = {true, p.ends[b].c, p.ends[b].num_tried};
   } else if (draws) {
     const ShardDraw draw = draw_of_shard(p, b);
@@ -242,22 +242,22 @@ __device__ __forceinline__ void weigh_item(const ShardWeighParams& p, int64_t it
     bound = draw.bound;
   }
   ShardSums sums;
-  if (question.asked) sums = shard.weigh(walk, question, draws, bound, words);
+  if (question.asked) sums = shard.sum_residuals(walk, question, draws, bound, words);
   __syncthreads();  // after all reads of the row
   if (!leads || draws) return;
   words[0] = static_cast<int64_t>(sums.left);
-  if (p.round == WeighRound::kMasses) {
+  if (p.round == ResidualRound::kMasses) {
     row.own_units = words[0];
-    shard.tell_drafts(walk);
+    shard.publish_drafts(walk);
   } else {
-    words[1] = p.round == WeighRound::kSums ? row.own_units : static_cast<int64_t>(sums.drafts);
+    words[1] = p.round == ResidualRound::kSums ? row.own_units : static_cast<int64_t>(sums.drafts);
   }
-  if (p.round != WeighRound::kSums) p.shard.rows[n] = row;
+  if (p.round != ResidualRound::kSums) p.shard.rows[n] = row;
 }
 
 __global__ void __launch_bounds__(kRulesThreads, kRowCtas)
-    weigh_kernel(const __grid_constant__ ShardWeighParams p, int64_t first) {
-  weigh_item(p, first + blockIdx.x, ptx::shared<WeighShared>());
+    weigh_kernel(const __grid_constant__ ShardResidualParams p, int64_t first) {
+  residual_item(p, first + blockIdx.x, ptx::shared<ResidualShared>());
 }
 
 }  // namespace
@@ -271,10 +271,10 @@ void CudaBackend::step_shards(const ShardStepParams& p, const ExecContext& ctx) 
   });
 }
 
-void CudaBackend::weigh_shards(const ShardWeighParams& p, const ExecContext& ctx) const {
+void CudaBackend::weigh_shards(const ShardResidualParams& p, const ExecContext& ctx) const {
   in_turns(p.shard.options, num_items(p), [&](int64_t first, int64_t count) {
     launch(weigh_kernel, dim3(static_cast<unsigned>(count)), dim3(threads_of_row(p.shard.logits.vocab, kRulesThreads)),
-           sizeof(WeighShared), ctx.stream, p, first);
+           sizeof(ResidualShared), ctx.stream, p, first);
   });
 }
 

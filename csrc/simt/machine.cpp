@@ -15,9 +15,9 @@ namespace pagedtree::simt {
 namespace {
 
 #if defined(__SANITIZE_THREAD__)
-constexpr bool kSeesRaces = true;
+constexpr bool kDetectsRaces = true;
 #else
-constexpr bool kSeesRaces = false;
+constexpr bool kDetectsRaces = false;
 #endif
 // ThreadSanitizer supports about 8000 fibers, and is slow long before.
 constexpr size_t kMaxWatchedThreads = 2048;
@@ -186,7 +186,7 @@ void Machine::free_shared_memory() {
 void Machine::make_threads(dim3 block) {
   const size_t count = warps_.size() * 32;
   const auto threads_of_block = static_cast<unsigned>(count / blocks_.size());
-  num_sets_ = kSeesRaces ? clamp_to<size_t>(kMaxWatchedThreads / count, 2, kMaxThreadSets) : 1;
+  num_sets_ = kDetectsRaces ? clamp_to<size_t>(kMaxWatchedThreads / count, 2, kMaxThreadSets) : 1;
   for (size_t set = 0; set < num_sets_; ++set) {
     Threads& threads = thread_sets_[set];
     while (threads.size() < count) {

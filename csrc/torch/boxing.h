@@ -12,7 +12,7 @@ namespace pagedtree::ops {
 
 // Returns the text of a str argument, whose handle the callee owns. Torch's conversion to std::string frees the handle,
 // but never the copy that it makes.
-inline std::string take_string(StringHandle handle) {
+inline std::string consume_string(StringHandle handle) {
   size_t length = 0;
   const char* data = nullptr;
   const bool known = torch_string_length(handle, &length) == AOTI_TORCH_SUCCESS &&
@@ -32,13 +32,13 @@ struct Unboxed {
 template <>
 struct Unboxed<const std::string&> {
   using Type = StringHandle;
-  static std::string take(StringHandle handle) { return take_string(handle); }
+  static std::string take(StringHandle handle) { return consume_string(handle); }
 };
 template <>
 struct Unboxed<const std::optional<std::string>&> {
   using Type = std::optional<StringHandle>;
   static std::optional<std::string> take(const std::optional<StringHandle>& handle) {
-    return handle.has_value() ? std::optional(take_string(*handle)) : std::nullopt;
+    return handle.has_value() ? std::optional(consume_string(*handle)) : std::nullopt;
   }
 };
 

@@ -150,7 +150,7 @@ void weigh_shards(const Tensor& logits, Tensor rows, Tensor left, const Optional
                   const OptionalTensor& grammar_mask, const OptionalTensor& draft_to_target,
                   const OptionalTensor& positions, const OptionalTensor& parents PT_OPTION_PARAMETERS) {
   const Check check("weigh_shards", logits);
-  ShardWeighParams params{};
+  ShardResidualParams params{};
   ShardRows& shard = params.shard;
   shard = shard_rows(check, logits, rows, first_token, vocab, grammar_mask);
   const int64_t num_rows = shard.logits.num_rows;
@@ -164,18 +164,18 @@ void weigh_shards(const Tensor& logits, Tensor rows, Tensor left, const Optional
   add_options(check, PT_OPTION_TENSORS, positions, shard);
   add_paths(check, ratio.verify, parents, shard.options);
   params.left = words_as<Residual>(check, left, "left", num_rows);
-  params.round = static_cast<WeighRound>(check.in(round, "round", 0, static_cast<int64_t>(WeighRound::kDraw)));
+  params.round = static_cast<ResidualRound>(check.in(round, "round", 0, static_cast<int64_t>(ResidualRound::kDraw)));
   params.index = check.in(index, "index", 0, kMaxTreeNodes - 1);
   check_ranks(check, rank, num_ranks);
   params.rank = static_cast<int32_t>(rank);
   params.num_ranks = static_cast<int32_t>(num_ranks);
-  params.words =
-      words_of_items(check, words, "words", num_items(params), params.round == WeighRound::kDraw ? 1 : kWeighWords);
-  const bool learns = params.round == WeighRound::kResidual || params.round == WeighRound::kDraw;
+  params.words = words_of_items(check, words, "words", num_items(params),
+                                params.round == ResidualRound::kDraw ? 1 : kResidualWords);
+  const bool learns = params.round == ResidualRound::kResidual || params.round == ResidualRound::kDraw;
   check.that(received.has_value() == learns, "received", "the words of the last round", received.has_value());
   if (learns) {
-    const int64_t items = params.round == WeighRound::kDraw ? num_ranks * shard.batch : num_rows;
-    params.received = words_of_items(check, *received, "received", items, kWeighWords);
+    const int64_t items = params.round == ResidualRound::kDraw ? num_ranks * shard.batch : num_rows;
+    params.received = words_of_items(check, *received, "received", items, kResidualWords);
   }
   check.that(ends.has_value() == is_of_trees(params.round), "ends", "given in rounds of trees", ends.has_value());
   if (ends.has_value()) params.ends = words_as<ShardEnd>(check, *ends, "ends", shard.batch);
@@ -201,8 +201,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> walk_shards(
   add_coins(check, coins, final_coins, ratio);
   params.rows = words_as<ShardRow>(check, rows, "rows", num_rows);
   params.left = words_as<Residual>(check, left, "left", num_rows);
-  params.masses = words_of_items(check, masses, "masses", num_rows, kWeighWords);
-  params.received = words_of_items(check, received, "received", num_rows, kWeighWords);
+  params.masses = words_of_items(check, masses, "masses", num_rows, kResidualWords);
+  params.received = words_of_items(check, received, "received", num_rows, kResidualWords);
   params.index = check.in(index, "index", 0, kMaxTreeNodes - 1);
   Tensor tried = made(rows, {num_rows}, params.tried);
   Tensor ends = made(rows, {ratio.verify.batch, kWordsOf<ShardEnd>}, params.ends);

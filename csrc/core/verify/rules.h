@@ -225,14 +225,14 @@ PT_HOST_DEVICE double mass_left(const Residual& left, double mass, double total)
 }
 
 // Subtracts the draft from the part `weight` of the target's distribution.
-PT_HOST_DEVICE void take_draft(Residual& left, double weight) {
+PT_HOST_DEVICE void subtract_draft_mass(Residual& left, double weight) {
   if (left.draft_mass > 0.0) left.c += left.mass / (weight * left.draft_mass);
 }
 
 template <typename Rows>
 PT_HOST_DEVICE void subtract_draft(const RatioParams& p, Rows& rows, const NodeDistributions& distributions,
                                    int32_t token, double weight, Residual& left) {
-  take_draft(left, weight);
+  subtract_draft_mass(left, weight);
   if (p.law == DraftLaw::kSwor) rows.mark_tried(token);
   const MassSums sums = rows.sums(distributions, left.c);
   left.mass = mass_left(left, sums.residual, distributions.total);

@@ -1,4 +1,4 @@
-// The rules that weigh the target's distribution against the draft's. A source that instantiates the walks defines
+// The rules that compare the target's distribution with the draft's. A source that instantiates the walks defines
 // PT_WITH_WALKS first and gets their headers, too; so this file has no #pragma once.
 //
 // DRAFT(op, Params, Name, walk, needs): takes the arguments of verify_rejection. walk(p, b, rows) is a template over a

@@ -11,7 +11,7 @@
 // clang-format off
 #define PT_EACH_ROW_KERNEL(X) \
   X(sample) X(token_logprobs) X(quantize_e4m3) X(rotate_heads) X(top_tokens) X(draw_children) \
-  X(verify_sampled) PT_EACH_WALK(X, X) X(step_shard) X(weigh_shard) X(delta_rule) X(conv1d)
+  X(verify_sampled) PT_EACH_WALK(X, X) X(step_shard) X(reduce_shard) X(delta_rule) X(conv1d)
 // clang-format on
 
 namespace pagedtree::cpu::PAGEDTREE_ROWS_ISA {

@@ -152,8 +152,8 @@ __device__ __forceinline__ void find_tops(const Scores<I>& scores, RowFactors<I>
 // `factors` that rescale `out`. Returns true if a maximum of the warp changed. e4m3: P is half; maxima lowered by 15
 // scale P by 2^15 against underflow.
 template <typename I, typename Top>
-__device__ __forceinline__ bool weigh(Scores<I>& scores, const Top& top_of, RowFactors<I>& scales, Accumulator<I>& sums,
-                                      RowFactors<I>& factors) {
+__device__ __forceinline__ bool softmax(Scores<I>& scores, const Top& top_of, RowFactors<I>& scales,
+                                        Accumulator<I>& sums, RowFactors<I>& factors) {
   constexpr int kTiles = I::kWarpKeys / 8;
   constexpr float kHeadroom = kIsFloat8<typename I::Kv> ? 15.0f : 0.0f;
   bool changed = false, huge = false;
@@ -196,15 +196,15 @@ __device__ __forceinline__ bool weigh(Scores<I>& scores, const Top& top_of, RowF
 
 // With the warp's own maxima, found one at a time to save registers.
 template <typename I>
-__device__ __forceinline__ bool weigh(Scores<I>& scores, RowFactors<I>& scales, Accumulator<I>& sums,
-                                      RowFactors<I>& factors) {
-  return weigh<I>(scores, [&](int a, int half) { return find_top<I>(scores, a, half); }, scales, sums, factors);
+__device__ __forceinline__ bool softmax(Scores<I>& scores, RowFactors<I>& scales, Accumulator<I>& sums,
+                                        RowFactors<I>& factors) {
+  return softmax<I>(scores, [&](int a, int half) { return find_top<I>(scores, a, half); }, scales, sums, factors);
 }
 
 template <typename I>
-__device__ __forceinline__ bool weigh(Scores<I>& scores, const RowFactors<I>& tops, RowFactors<I>& scales,
-                                      Accumulator<I>& sums, RowFactors<I>& factors) {
-  return weigh<I>(scores, [&](int a, int half) { return tops[a][half]; }, scales, sums, factors);
+__device__ __forceinline__ bool softmax(Scores<I>& scores, const RowFactors<I>& tops, RowFactors<I>& scales,
+                                        Accumulator<I>& sums, RowFactors<I>& factors) {
+  return softmax<I>(scores, [&](int a, int half) { return tops[a][half]; }, scales, sums, factors);
 }
 
 template <typename I>
@@ -315,7 +315,7 @@ __device__ __forceinline__ bool attend_stage(const AttentionParams& p, Shared<I>
     for (int a = 0; a < I::kAtoms; ++a) mask_scores(scores[a], visible_to(a), lane);
   }
   RowFactors<I> rescales;
-  if (weigh<I>(scores, factors, sums, rescales)) rescale<I>(sums, rescales);
+  if (softmax<I>(scores, factors, sums, rescales)) rescale<I>(sums, rescales);
   add_values<kMasked, I>(scores, ptx::smem_addr(stage.v), lane, key, seen, sums);
   return true;
 }

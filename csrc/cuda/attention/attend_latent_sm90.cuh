@@ -14,7 +14,7 @@ namespace pagedtree::cuda {
 template <typename I>
 class LatentConsumer : public ConsumerBase<I> {
   using Base = ConsumerBase<I>;
-  using Base::adjust_q, Base::give_back, Base::wait_for, Base::release;
+  using Base::adjust_q, Base::release_q, Base::wait_for, Base::release;
   using Base::p_, Base::call_, Base::maps_, Base::shared_, Base::place_;
 
  public:
@@ -27,13 +27,13 @@ class LatentConsumer : public ConsumerBase<I> {
   __device__ __forceinline__ uint32_t row() const { return ptx::thread_index() / 32 % 4 * 16; }
   __device__ __forceinline__ uint32_t column() const { return group_ * I::kWarpColumns; }
 
-  __device__ __forceinline__ void attend(const GivenTile& given, Accumulator<I>& sums) {
+  __device__ __forceinline__ void attend(const WorkTile& given, Accumulator<I>& sums) {
     const RowTile& tile = given.tile;
     const KeyBounds& bounds = given.bounds;
     const StageRange stages = given.stages<I>();
     sums.clear();
-    if (stages.first >= stages.end) return give_back();
-    const auto is_plain = [&](int32_t stage) { return bounds.all_see(stage * I::kShape.keys, I::kShape.keys); };
+    if (stages.first >= stages.end) return release_q();
+    const auto is_plain = [&](int32_t stage) { return bounds.is_unmasked(stage * I::kShape.keys, I::kShape.keys); };
     RowFactors<I> row_factors;
     meet();  // the previous rows' sums have been exchanged
     adjust_q(tile, row(), group_, shared_.q(0), meet, row_factors);
@@ -55,27 +55,27 @@ class LatentConsumer : public ConsumerBase<I> {
       const bool hides = group_ == 1 && !has_second;
       if (group_ == 0 && has_second) release_scores(mine);
       if (!plain || hides) mask(tile, own, hides, scores);
-      if (first + 2 >= stages.end) give_back();
+      if (first + 2 >= stages.end) release_q();
 
       RowFactors<I> tops, raised, rescales, factors = {{row_factors[0][0], row_factors[0][1]}};
       find_tops<I>(scores, tops);
       bool changed = false;
       if (group_ == 1) {
-        changed = take_maxima(kMaximaGiven, sums, raised);
+        changed = acquire_maxima(kMaximaReady, sums, raised);
         release_scores(mine);  // group 0's scores are complete as well
       }
-      changed = weigh<I>(scores, tops, factors, sums, rescales) || changed;
-      give_maxima(sums);
-      if (group_ == 0) ptx::barrier_arrive(kMaximaGiven, I::kConsumers);
+      changed = softmax<I>(scores, tops, factors, sums, rescales) || changed;
+      publish_maxima(sums);
+      if (group_ == 0) ptx::barrier_arrive(kMaximaReady, I::kConsumers);
       WeightFragments<I> weights, others;
 #pragma unroll
       for (uint32_t n = 0; n < I::kShape.keys / 16; ++n) pack_weights<typename I::M>(scores[0], n * 2, weights[n]);
       if (group_ == 1) {
-        give_weights(scores);
+        publish_weights(scores);
 #pragma unroll
         for (uint32_t half = 0; half < 2; ++half) rescales[0][half] *= raised[0][half];
       }
-      if (hides) take_weights(weights);
+      if (hides) acquire_weights(weights);
       // Own P and stage first, then the other group's.
 #pragma unroll 1
       for (bool of_other = hides;; of_other = true) {
@@ -135,7 +135,7 @@ class LatentConsumer : public ConsumerBase<I> {
   }
   __device__ __forceinline__ void mask(const RowTile& tile, int32_t stage, bool hides_all, Scores<I>& scores) const {
     const uint32_t reader = ptx::thread_index() % 32, own = row() + own_row(reader);
-    const Visibility seen = tile.visibility(p_, own, shared_.given_rows[0][own]);
+    const Visibility seen = tile.visibility(p_, own, shared_.row_windows[0][own]);
     VisibleKeys<I::kWords> keys = visible_keys<I::kWords>(seen, reader, stage * I::kShape.keys);
     if (hides_all) keys.hide_from(0);
     mask_scores(scores[0], keys, reader);
@@ -144,14 +144,14 @@ class LatentConsumer : public ConsumerBase<I> {
   __device__ __forceinline__ float& of_row(uint32_t group, uint32_t half) const {
     return shared_.of_rows[group][row() + half * 8 + ptx::thread_index() % 32 / 4];
   }
-  __device__ __forceinline__ void give_maxima(const Accumulator<I>& sums) const {
+  __device__ __forceinline__ void publish_maxima(const Accumulator<I>& sums) const {
 #pragma unroll
     for (uint32_t half = 0; half < 2; ++half) {
       if (ptx::thread_index() % 4 == 0) of_row(group_, half) = sums.maximum[0][half];
     }
   }
   // Acquires the other group's maxima and the `factors` that rescale P and O. Returns true if one of the warp changed.
-  __device__ __forceinline__ bool take_maxima(unsigned barrier, Accumulator<I>& sums, RowFactors<I>& factors) const {
+  __device__ __forceinline__ bool acquire_maxima(unsigned barrier, Accumulator<I>& sums, RowFactors<I>& factors) const {
     ptx::barrier_sync(barrier, I::kConsumers);
     bool changed = false;
 #pragma unroll
@@ -167,7 +167,7 @@ class LatentConsumer : public ConsumerBase<I> {
 
   // Groups exchange P through a buffer for one of them. Threads of both groups have the same fragments, so that each
   // pair owns a slot: group 1 writes, group 0 reads and overwrites it.
-  __device__ __forceinline__ void give_weights(const Scores<I>& scores) const {
+  __device__ __forceinline__ void publish_weights(const Scores<I>& scores) const {
     uint4* const to = shared_.weights() + ptx::thread_index() % 128;
 #pragma unroll
     for (uint32_t n = 0; n < I::kShape.keys / 16; ++n) {
@@ -175,27 +175,27 @@ class LatentConsumer : public ConsumerBase<I> {
       pack_weights<typename I::M>(scores[0], n * 2, fragment);
       to[n * 128] = make_uint4(fragment[0], fragment[1], fragment[2], fragment[3]);
     }
-    ptx::barrier_arrive(kWeightsGiven + 1 - group_, I::kConsumers);
+    ptx::barrier_arrive(kWeightsReady + 1 - group_, I::kConsumers);
   }
   // Acquires the other group's P; group 0 also its maxima, and publishes P under them. Returns true to rescale `out`.
   __device__ __forceinline__ bool exchange(Scores<I>& scores, WeightFragments<I>& others, Accumulator<I>& sums,
                                            RowFactors<I>& rescales) const {
     if (group_ == 1) {
-      take_weights(others);
+      acquire_weights(others);
       return false;
     }
-    const bool changed = take_maxima(kWeightsGiven, sums, rescales);
+    const bool changed = acquire_maxima(kWeightsReady, sums, rescales);
     read_weights(others);
 #pragma unroll
     for (uint32_t n = 0; n < I::kWarpKeys / 8; ++n) {
 #pragma unroll
       for (uint32_t i = 0; i < 4; ++i) scores[0][n][i] *= changed ? rescales[0][i / 2] : 1.0f;
     }
-    give_weights(scores);
+    publish_weights(scores);
     return changed;
   }
-  __device__ __forceinline__ void take_weights(WeightFragments<I>& weights) const {
-    ptx::barrier_sync(kWeightsGiven + 1, I::kConsumers);
+  __device__ __forceinline__ void acquire_weights(WeightFragments<I>& weights) const {
+    ptx::barrier_sync(kWeightsReady + 1, I::kConsumers);
     read_weights(weights);
   }
   __device__ __forceinline__ void read_weights(WeightFragments<I>& weights) const {

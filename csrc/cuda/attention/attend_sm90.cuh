@@ -112,19 +112,19 @@ class ConsumerBase {
       : p_(params), call_(call), maps_(maps), shared_(of_cta) {}
 
   // Acquires the next work tile, or null at the end. It stays valid until the tile after the next is published.
-  __device__ __forceinline__ const GivenTile* take() {
-    trace<I>(shared_, kTileWanted);
-    ptx::mbar_wait(&shared_.is_given[taken_ % I::kQs], taken_ / I::kQs % 2);
-    trace<I>(shared_, kTileGiven);
-    const GivenTile& given = shared_.given[taken_ % (2 * I::kQs)];
-    ++taken_;
+  __device__ __forceinline__ const WorkTile* acquire() {
+    trace<I>(shared_, kTileWaits);
+    ptx::mbar_wait(&shared_.is_published[acquired_ % I::kQs], acquired_ / I::kQs % 2);
+    trace<I>(shared_, kTileAcquired);
+    const WorkTile& given = shared_.given[acquired_ % (2 * I::kQs)];
+    ++acquired_;
     return given.tile.rows > 0 ? &given : nullptr;
   }
 
  protected:
-  __device__ __forceinline__ uint32_t place() const { return (taken_ - 1) % I::kQs; }
+  __device__ __forceinline__ uint32_t place() const { return (acquired_ - 1) % I::kQs; }
   // Releases Q and the per-row data.
-  __device__ __forceinline__ void give_back() const {
+  __device__ __forceinline__ void release_q() const {
     __syncwarp();
     if (ptx::thread_index() % 32 == 0) ptx::mbar_arrive(&shared_.is_used[place()]);
   }
@@ -166,14 +166,14 @@ class ConsumerBase {
   const CacheMaps& maps_;
   Sm90Shared<I>& shared_;
   RingPlace place_;
-  uint32_t taken_ = 0;  // number of row tiles
+  uint32_t acquired_ = 0;  // number of row tiles
 };
 
 // Consumer of a ring of alternating K and V stages.
 template <typename I>
 class Consumer : public ConsumerBase<I> {
   using Base = ConsumerBase<I>;
-  using Base::adjust_q, Base::give_back, Base::place, Base::wait_for, Base::release;
+  using Base::adjust_q, Base::release_q, Base::place, Base::wait_for, Base::release;
   using Base::p_, Base::call_, Base::maps_, Base::shared_, Base::place_;
 
  public:
@@ -188,21 +188,21 @@ class Consumer : public ConsumerBase<I> {
   __device__ __forceinline__ uint32_t column() const { return 0; }
 
   // Attends to the work tile's kv range. `sums` are undefined if the warp has no rows.
-  __device__ __forceinline__ void attend(const GivenTile& given, Accumulator<I>& sums) {
+  __device__ __forceinline__ void attend(const WorkTile& given, Accumulator<I>& sums) {
     const RowTile& tile = given.tile;
     const KeyBounds& bounds = given.bounds;
     const StageRange stages = given.stages<I>();
-    const auto is_plain = [&](int32_t stage) { return bounds.all_see(stage * kKvTile, I::kShape.keys); };
+    const auto is_plain = [&](int32_t stage) { return bounds.is_unmasked(stage * kKvTile, I::kShape.keys); };
     if (stages.first >= stages.end) {
-      give_back();
+      release_q();
       return sums.clear();
     }
     if (turns_.group * I::kGroupRows >= tile.rows) {
-      give_back();
+      release_q();
       return skip(stages);
     }
     const bool both = tile.rows > I::kGroupRows;
-    const TreeWindow window = shared_.given_rows[place()][row() + own_row(ptx::thread_index() % 32)];
+    const TreeWindow window = shared_.row_windows[place()][row() + own_row(ptx::thread_index() % 32)];
     // Recomputed, as the compiler would keep all descriptors in registers.
     const auto q = [&] {
       const uint32_t number = I::kQs > 1 ? __shfl_sync(kWholeWarp, place(), 0) : 0;
@@ -213,7 +213,7 @@ class Consumer : public ConsumerBase<I> {
     sums.clear();
 
     Scores<I> scores;
-    const auto weigh_stage = [&](int32_t stage, bool plain, RowFactors<I>& rescales) {
+    const auto softmax_stage = [&](int32_t stage, bool plain, RowFactors<I>& rescales) {
       RowFactors<I> factors = {{row_factors[0][0], row_factors[0][1]}};
       if (p_.softcap != 0.0f) cap_scores<I>(p_.softcap * kLog2E, scores, factors);
       if (!plain) {
@@ -223,7 +223,7 @@ class Consumer : public ConsumerBase<I> {
         if (stage + I::kTiles > stages.end) keys.hide_from(kKvTile);
         mask_scores(scores[0], keys, reader);
       }
-      return weigh<I>(scores, factors, sums, rescales);
+      return softmax<I>(scores, factors, sums, rescales);
     };
     WeightFragments<I> weights;
     const auto pack = [&] {
@@ -240,15 +240,15 @@ class Consumer : public ConsumerBase<I> {
     turns_.pass(both);
     // Pipelined: S of the next stage and its softmax overlap P V of this one.
     for (int32_t stage = stages.first;;) {
-      ptx::wgmma_wait<I::kWeighsBesideValues ? 1 : 0>();
-      if constexpr (!I::kWeighsBesideValues) ptx::wgmma_results(sums.out[0]);
+      ptx::wgmma_wait<I::kOverlapsSoftmax ? 1 : 0>();
+      if constexpr (!I::kOverlapsSoftmax) ptx::wgmma_results(sums.out[0]);
       ptx::wgmma_results(scores[0]);
       trace<I>(shared_, kScoresThere);
       release(keys);
-      if (stage + I::kTiles >= stages.end) give_back();
+      if (stage + I::kTiles >= stages.end) release_q();
       RowFactors<I> rescales;
-      const bool changed = weigh_stage(stage, plain, rescales);
-      trace<I>(shared_, kWeighed);
+      const bool changed = softmax_stage(stage, plain, rescales);
+      trace<I>(shared_, kSoftmaxDone);
       const auto end_values = [&] {
         ptx::wgmma_wait<0>();
         ptx::wgmma_results(sums.out[0]);

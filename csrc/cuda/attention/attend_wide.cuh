@@ -59,9 +59,9 @@ __device__ __forceinline__ void score_wide_keys(const AttentionParams& p, Shared
 
 // Softmax with P in shared memory; returns true if a maximum changed. Callers synchronize before they read P.
 template <typename I>
-__device__ __forceinline__ bool weigh_wide_keys(const AttentionParams& p, Shared<I>& shared, int32_t first_key,
-                                                float factor, Scores<I>& scores, Accumulator<I>& sums,
-                                                RowFactors<I>& rescales) {
+__device__ __forceinline__ bool softmax_wide_keys(const AttentionParams& p, Shared<I>& shared, int32_t first_key,
+                                                  float factor, Scores<I>& scores, Accumulator<I>& sums,
+                                                  RowFactors<I>& rescales) {
   const uint32_t thread = ptx::thread_index(), lane = thread % 32, warp = thread / 32;
   RowFactors<I> factors;
 #pragma unroll
@@ -72,8 +72,8 @@ __device__ __forceinline__ bool weigh_wide_keys(const AttentionParams& p, Shared
     }
   }
   if (p.softcap != 0.0f) cap_scores<I>(p.softcap * kLog2E, scores, factors);
-  if (!shared.bounds.all_see(first_key, I::kShape.keys)) {
-    const uint32_t word = keys_seen_by_lane(p, shared.walk.tile, lane, first_key) >> (warp * 8);
+  if (!shared.bounds.is_unmasked(first_key, I::kShape.keys)) {
+    const uint32_t word = keys_visible_to_lane(p, shared.walk.tile, lane, first_key) >> (warp * 8);
 #pragma unroll
     for (int a = 0; a < I::kAtoms; ++a) {
       VisibleKeys<1> keys;
@@ -103,7 +103,7 @@ __device__ __forceinline__ bool weigh_wide_keys(const AttentionParams& p, Shared
       tops[a][half] = fmaxf(fmaxf(of_warps.x, of_warps.y), fmaxf(of_warps.z, of_warps.w));
     }
   }
-  const bool changed = weigh<I>(scores, tops, factors, sums, rescales);
+  const bool changed = softmax<I>(scores, tops, factors, sums, rescales);
 #pragma unroll
   for (int a = 0; a < I::kAtoms; ++a) {
 #pragma unroll

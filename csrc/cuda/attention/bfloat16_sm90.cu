@@ -3,7 +3,7 @@
 namespace pagedtree::cuda {
 
 #if defined(PAGEDTREE_TRACE)
-extern "C" __attribute__((visibility("default"))) int pagedtree_take_trace(Trace* to) { return take_trace(to); }
+extern "C" __attribute__((visibility("default"))) int pagedtree_copy_trace(Trace* to) { return copy_trace(to); }
 #endif
 
 AttentionLauncher bfloat16_attention_sm90(const TileShape& shape) {

@@ -7,33 +7,33 @@
 
 namespace pagedtree::cuda {
 
-constexpr int kLooks = 64;  // polls of a ticket, about 0.7 us each
+constexpr int kPolls = 64;  // polls of a ticket, about 0.7 us each
 
 // Two tickets per row tile: CTAs that have arrived; parts claimed and, in the upper half, CTAs that left. Each CTA
 // either leaves or finally claims a part that does not exist. So the last one is known, and resets both.
 struct Tickets {
-  unsigned *arrived, *taken;
+  unsigned *arrived, *claimed_parts;
   uint32_t count;  // of partial results, and of parts
 
   __device__ __forceinline__ Tickets(const Pieces& pieces, const PieceOrder& order, int32_t sharers)
       : arrived(pieces.ticket(order.first, true)),
-        taken(pieces.ticket(order.first + sharers, false)),
+        claimed_parts(pieces.ticket(order.first + sharers, false)),
         count(static_cast<uint32_t>(order.count)) {}
 
   // Returns true for the last arrival.
   __device__ __forceinline__ bool arrive() const { return ptx::fetch_add(arrived, 1) + 1 == count; }
   __device__ __forceinline__ bool wait() const {
 #pragma unroll 1
-    for (int look = 0; look < kLooks; ++look) {
+    for (int poll = 0; poll < kPolls; ++poll) {
       if (ptx::load_acquire(arrived) == count) return true;
     }
     return false;
   }
-  // Asynchronous: noted() consumes the result.
-  __device__ __forceinline__ uint32_t take() const { return atomicAdd(taken, 1u); }
-  __device__ __forceinline__ void go() const { noted(atomicAdd(taken, kUpper)); }
-  __device__ __forceinline__ uint16_t noted(uint32_t before) const {
-    if (before % kUpper + before / kUpper + 1 == 2 * count) *arrived = *taken = 0;
+  // Asynchronous: claimed() consumes the result.
+  __device__ __forceinline__ uint32_t claim() const { return atomicAdd(claimed_parts, 1u); }
+  __device__ __forceinline__ void go() const { claimed(atomicAdd(claimed_parts, kUpper)); }
+  __device__ __forceinline__ uint16_t claimed(uint32_t before) const {
+    if (before % kUpper + before / kUpper + 1 == 2 * count) *arrived = *claimed_parts = 0;
     return static_cast<uint16_t>(before);
   }
 
@@ -95,8 +95,8 @@ __device__ __forceinline__ void join_part(const PieceOf& piece_of, uint32_t coun
 // Epilogue of a CTA's range, when all its partial results are stored; until then accumulators occupy the registers and
 // stages the shared memory. meet() is the barrier of the `num_threads` threads.
 template <typename I, typename Meet>
-__device__ __forceinline__ void join_cuts(const AttentionParams& p, const CallShape& call, Walk& walk, void* memory,
-                                          uint32_t num_threads, const Meet& meet) {
+__device__ __forceinline__ void join_cuts(const AttentionParams& p, const CallShape& call, RangeIterator& walk,
+                                          void* memory, uint32_t num_threads, const Meet& meet) {
   if (!walk.is_cut[0] && !walk.is_cut[1]) return;
   const Pieces pieces = pieces_of<I>(call);
   const auto [sharers, cta, range] = walk.share;
@@ -116,7 +116,7 @@ __device__ __forceinline__ void join_cuts(const AttentionParams& p, const CallSh
     if (thread == 0) {
       const bool joins = walk.is_last[i] || tickets.wait();
       if (!joins) tickets.go();
-      walk.part[i] = joins ? tickets.noted(tickets.take()) : static_cast<uint16_t>(tickets.count);
+      walk.part[i] = joins ? tickets.claimed(tickets.claim()) : static_cast<uint16_t>(tickets.count);
     }
     meet();
 #pragma unroll 1
@@ -126,9 +126,9 @@ __device__ __forceinline__ void join_cuts(const AttentionParams& p, const CallSh
         return pieces.of(cut.order.first + static_cast<int32_t>(number) * sharers, number == 0);
       };
       join_part<I>(piece_of, tickets.count, part, {p, cut, call.out_aligned}, memory, num_threads, meet, [&] {
-        if (thread == 0) next = tickets.take();  // after the first claims of polling CTAs
+        if (thread == 0) next = tickets.claim();  // after the first claims of polling CTAs
       });
-      if (thread == 0) walk.part[i] = tickets.noted(next);
+      if (thread == 0) walk.part[i] = tickets.claimed(next);
       meet();
     }
   }

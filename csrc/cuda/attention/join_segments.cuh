@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kSegmentRows * 32)
                      num_queries,
                      work.seq_len,
                      tree_length(p, b, num_queries, work.seq_len)};
-  const SeenSegments seen(call.work, row_visibility(p, tile, 0));
+  const VisibleSegments seen(call.work, row_visibility(p, tile, 0));
   float maximum = -kInfinity, sum = 0.0f;
   const auto piece_of = [&](int32_t i) { return call.pieces.of_segment(p, call.work, tile, i * call.work.segment); };
   for (int32_t i = seen.begin; i < seen.end; ++i) maximum = fmaxf(maximum, piece_of(i).states->x);

@@ -73,7 +73,7 @@ __device__ __forceinline__ void attend_tiles(const AttentionParams& p, const Cal
     };
 
     Stage<I>& stage = shared.stage(now);
-    const bool is_plain = p.softcap == 0.0f && kept().all_see(first_key, kKeys);
+    const bool is_plain = p.softcap == 0.0f && kept().is_unmasked(first_key, kKeys);
     bool started = false;
     if (has_rows && !is_plain) {
       started = attend_stage<true, I>(p, shared, stage, thread, first_key, factor, sums, start_copies);
@@ -89,16 +89,18 @@ __device__ __forceinline__ void attend_tiles(const AttentionParams& p, const Cal
 
 // Called by a warp. Finds a row tile that the range's record does not have; is_behind: the next one.
 template <typename I>
-__device__ __attribute__((noinline)) void find_row_tile(const AttentionParams& p, const CallShape& call, Walk& walk,
-                                                        bool is_behind) {
+__device__ __attribute__((noinline)) void find_row_tile(const AttentionParams& p, const CallShape& call,
+                                                        RangeIterator& walk, bool is_behind) {
   if (!is_behind) walk.begin<true>(p, call, I::kMTile);
   if (ptx::thread_index() != 0 || (!is_behind && walk.is_planned())) return;
-  if (walk.is_by_query() && walk.take_query(p, I::kMTile)) return;
+  if (walk.is_by_query() && walk.next_query(p, I::kMTile)) return;
   walk.advance(p, call, work_of<I>(call.work), is_behind);
 }
 
 // By value: a reference would move `pieces` to local memory.
-__device__ inline __attribute__((noinline)) void note_own_cut(Walk& walk, Pieces pieces) { note_cut(walk, pieces); }
+__device__ inline __attribute__((noinline)) void record_own_cut(RangeIterator& walk, Pieces pieces) {
+  record_cut(walk, pieces);
+}
 
 template <typename I>
 __device__ __attribute__((noinline)) void join_rare_cuts(const AttentionParams& p, const CallShape& call,
@@ -114,7 +116,7 @@ __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
   ptx::wait_for_kernels_before();
   ptx::let_next_kernel_start();
   Shared<I>& shared = ptx::shared<Shared<I>>();
-  Walk& walk = shared.walk;  // in memory: accumulators fill the registers
+  RangeIterator& walk = shared.walk;  // in memory: accumulators fill the registers
   if (ptx::thread_index() < 32) walk.begin<false>(p, call, I::kMTile);
   __syncthreads();
   for (bool is_found = walk.is_planned();; is_found = true) {
@@ -127,7 +129,7 @@ __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
         parts.store(sums);
       }
       const bool is_whole = walk.is_whole();
-      if (!is_whole && ptx::thread_index() == 0) note_own_cut(walk, call.pieces);
+      if (!is_whole && ptx::thread_index() == 0) record_own_cut(walk, call.pieces);
       __syncthreads();
       const Piece piece = is_whole ? Piece{} : place_of<I>(p, call, walk.share, walk);
       const uint32_t first_row = walk.is_by_query() && call.work.segment == 0 ? walk.tile.first_row % I::kMTile : 0;

@@ -17,7 +17,7 @@ __device__ __forceinline__ void consume_range(const AttentionParams& p, const Ca
   std::conditional_t<I::kLatent, LatentConsumer<I>, Consumer<I>> consumer(p, call, maps, shared);
   const auto meet = [] { ptx::barrier_sync(kJoinersMeet, I::kConsumers); };
   for (bool by_query = false;; by_query = true) {
-    while (const GivenTile* given = consumer.take()) {
+    while (const WorkTile* given = consumer.acquire()) {
       Accumulator<I> sums;
       consumer.attend(*given, sums);
       trace<I>(shared, kOutputBegins);
@@ -50,7 +50,7 @@ __device__ __forceinline__ void produce_range(const AttentionParams& p, const Ca
                                               Sm90Shared<I>& shared) {
   Producer<I> producer(p, call, maps, shared);
   // Recomputed to save a register.
-  const auto own = [&]() -> Walk& { return shared.walks[(ptx::thread_index() - I::kConsumers) / 32]; };
+  const auto own = [&]() -> RangeIterator& { return shared.walks[(ptx::thread_index() - I::kConsumers) / 32]; };
   TreeWindows windows;  // computed after produce(): rare
   for (bool is_found = own().is_planned() && !own().tile.has_windows(p);; is_found = true) {
     if (is_found) {
@@ -63,10 +63,10 @@ __device__ __forceinline__ void produce_range(const AttentionParams& p, const Ca
         producer.use_up_end();
       }
     }
-    trace<I>(shared, kWalkBegins);
+    trace<I>(shared, kNextTileBegins);
     __syncwarp();
     if (ptx::thread_index() % 32 == 0 && (is_found || !own().is_planned())) {
-      Walk& walk = own();
+      RangeIterator& walk = own();
       RowSpan& counted = shared.counted[(ptx::thread_index() - I::kConsumers) / 32];
       if (!producer.by_query || counted.end == walk.tile.rows) {
         if (walk.has_more) walk.advance(p, call, work_of<I>(call.work), is_found && walk.tile.rows > 0);
@@ -76,7 +76,7 @@ __device__ __forceinline__ void produce_range(const AttentionParams& p, const Ca
       if (producer.by_query) counted = walk.tile.rows_of_query(p, counted.end);
     }
     __syncwarp();
-    trace<I>(shared, kWalkEnds);
+    trace<I>(shared, kNextTileEnds);
     if (own().tile.has_windows(p)) windows.find(p, own().tile, ptx::thread_index() - I::kConsumers);
   }
   producer.finish();

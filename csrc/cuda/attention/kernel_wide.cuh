@@ -34,7 +34,7 @@ __device__ __forceinline__ void attend_tiles(const AttentionParams& p, const Cal
     score_wide_keys<I>(p, shared, keys, scores);
     ring.start();
     RowFactors<I> rescales;
-    if (weigh_wide_keys<I>(p, shared, i * I::kShape.keys, factor, scores, sums, rescales)) rescale<I>(sums, rescales);
+    if (softmax_wide_keys<I>(p, shared, i * I::kShape.keys, factor, scores, sums, rescales)) rescale<I>(sums, rescales);
     uint32_t values = keys;
     if (p.latent) {
       __syncthreads();

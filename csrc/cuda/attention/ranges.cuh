@@ -7,7 +7,8 @@
 
 namespace pagedtree::cuda {
 
-// Plan entry: a range's start and first work tile, instead of a search through lengths. In the order of a Walk.
+// Plan entry: a range's start and first work tile, instead of a search through lengths. In the order of a
+// RangeIterator.
 struct alignas(16) RangeRecord {
   WorkPosition begin;
   int32_t kv_end;
@@ -37,7 +38,7 @@ struct RowPiece {
 };
 
 // Iterator over a CTA's range, updated by one thread.
-struct Walk : RowPiece {
+struct RangeIterator : RowPiece {
   PieceOrder order;  // of the record's work tile; count 0 for others
   int32_t has_more;  // flag: other row tiles may follow
   Share share;
@@ -133,7 +134,7 @@ struct Walk : RowPiece {
   }
 
   // Moves to the next query's rows; order.count is -1 before the first. Returns false after the last.
-  __device__ __forceinline__ bool take_query(const AttentionParams& p, uint32_t m_tile) {
+  __device__ __forceinline__ bool next_query(const AttentionParams& p, uint32_t m_tile) {
     const bool is_first = order.count-- == -1;
     if (!is_first) tile.first_row += tile.rows;
     const uint32_t in_tile = tile.first_row % m_tile, all = static_cast<uint32_t>(tile.num_queries * p.group_size);
@@ -183,7 +184,7 @@ struct Walk : RowPiece {
 
 // Returns the position of the CTA's partial result: from the next range's record if that matches, else by a slow scan
 // over the ranges. Empty ranges have none.
-__device__ __forceinline__ PieceOrder order_of(const Walk& walk, const Pieces& pieces) {
+__device__ __forceinline__ PieceOrder order_of(const RangeIterator& walk, const Pieces& pieces) {
   const WorkPosition& at = walk.at;
   const RowTile& tile = walk.tile;
   const auto [sharers, cta, own] = walk.share;
@@ -228,7 +229,7 @@ __device__ __forceinline__ Piece place_of(const AttentionParams& p, const CallSh
 }
 
 // Records that the CTA splits the row tile. Segments are merged by a separate kernel.
-__device__ __forceinline__ void note_cut(Walk& walk, const Pieces& pieces) {
+__device__ __forceinline__ void record_cut(RangeIterator& walk, const Pieces& pieces) {
   if (walk.is_by_query() || pieces.segment_rows > 0) return;
   const bool is_first = walk.at.kv_tile == 0;
   walk.is_cut[is_first] = true;

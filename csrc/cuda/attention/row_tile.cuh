@@ -174,7 +174,7 @@ struct KeyBounds {
     return {min_of(lowest, other.lowest), max_of(highest, other.highest), max_of(plain_begin, other.plain_begin),
             min_of(plain_end, other.plain_end)};
   }
-  __device__ __forceinline__ bool all_see(int32_t first_key, int32_t count) const {
+  __device__ __forceinline__ bool is_unmasked(int32_t first_key, int32_t count) const {
     return plain_begin <= first_key && first_key <= plain_end - count;
   }
   __device__ __forceinline__ KeyBounds over_warp() const {

@@ -94,7 +94,7 @@ struct alignas(16) Stage {
 // Stages follow in memory. stage_wide.cuh has the variant for wide values.
 template <typename I>
 struct alignas(128) Shared {
-  Walk walk;
+  RangeIterator walk;
   union {
     float2 states[I::kShape.key_warps * I::kMTile];  // maximum, sum per row and warp that shares it
     struct {

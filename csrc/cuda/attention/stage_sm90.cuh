@@ -15,7 +15,7 @@ struct Sm90Instance : InstanceOf<T, Kv, tile_shape(MatrixEngine::kWgmma, kHeadDi
   static constexpr int kProducers = Base::kShape.producer_warps() * 32;  // threads
   static constexpr int kGroupRows = 64;                                  // rows of a warpgroup
   // Softmax overlaps P V, unless registers do not suffice for both; then two groups alternate instead.
-  static constexpr bool kWeighsBesideValues = kHeadDim < 256 || kMTile == kGroupRows;
+  static constexpr bool kOverlapsSoftmax = kHeadDim < 256 || kMTile == kGroupRows;
   static constexpr bool kDecodes = kIsFloat8<Kv>;
   static constexpr bool kLatent = Base::kShape.is_latent(), kTwoGroups = Base::kShape.warps() > 4;
   static constexpr int kConsumerRegisters = kTwoGroups                    ? (!kLatent ? 216 : 224)
@@ -50,12 +50,12 @@ enum Sm90Barrier : unsigned {
   kAllMeet,
   kTurns,
   kGroupsMeet = 6,
-  kMaximaGiven = 8,
-  kWeightsGiven,
+  kMaximaReady = 8,
+  kWeightsReady,
 };
 
 // A work tile for the consumers, in shared memory, because accumulators fill their registers.
-struct GivenTile : RowPiece {
+struct WorkTile : RowPiece {
   KeyBounds bounds;
   RowSpan counted;  // rows to store: all, or a query's
 
@@ -77,14 +77,14 @@ __device__ __forceinline__ uint4 load_chunk(const uint16_t* from) {
 // Q and the stages follow in memory.
 template <typename I>
 struct alignas(1024) Sm90Shared {
-  Walk walks[I::kShape.producer_warps()];  // per warp; the first has the cuts
-  GivenTile given[2 * I::kQs];             // includes one in the epilogue
-  TreeWindow given_rows[I::kQs][I::kMTile];
+  RangeIterator walks[I::kShape.producer_warps()];  // per warp; the first has the cuts
+  WorkTile given[2 * I::kQs];                       // includes one in the epilogue
+  TreeWindow row_windows[I::kQs][I::kMTile];
   KeyReader readers[I::kShape.producer_warps()];
   uint64_t full[I::kShape.max_stages()][I::kParts], empty[I::kShape.max_stages()][I::kParts];
-  uint64_t is_given[I::kQs], is_used[I::kQs];   // a Q with given_rows
-  unsigned is_poisoned;                         // true if a row tile is: see join()
-  RowSpan counted[I::kShape.producer_warps()];  // per warp; GivenTile::counted of single queries
+  uint64_t is_published[I::kQs], is_used[I::kQs];  // a Q with row_windows
+  unsigned is_poisoned;                            // true if a row tile is: see join()
+  RowSpan counted[I::kShape.producer_warps()];     // per warp; WorkTile::counted of single queries
   uint32_t seen[2][I::kShape.producer_warps()][I::kWords];
   KeyRow rows[I::kLatent ? 1 : 2][I::kShape.keys];  // two stages: V comes after the next K
 #if defined(PAGEDTREE_TRACE)
@@ -115,7 +115,7 @@ struct alignas(1024) Sm90Shared {
       }
     }
     for (uint32_t i = 0; i < I::kQs; ++i) {
-      ptx::mbar_init(&is_given[i], 2 * I::kProducers);  // per thread: its writes, and its copies
+      ptx::mbar_init(&is_published[i], 2 * I::kProducers);  // per thread: its writes, and its copies
       ptx::mbar_init(&is_used[i], I::kShape.warps());
     }
     ptx::fence_mbar_init();
@@ -177,7 +177,7 @@ class Producer {
   bool by_query = false;  // true in the pass by query: see join()
 
   // A tile without rows ends the range.
-  __device__ __forceinline__ void produce(Walk& own, const TreeWindows& windows) {
+  __device__ __forceinline__ void produce(RangeIterator& own, const TreeWindows& windows) {
     const RowTile& tile = own.tile;
     const KeyBounds bounds = windows.bounds(p_, tile, own.kv_end);
     StageRange stages = StageRange::of<I>(bounds, own.at.kv_tile, own.kv_end);
@@ -188,7 +188,7 @@ class Producer {
     __syncwarp();
     KeyBounds boxes = bounds;
     if (maps_.box == 0) boxes.plain_end = 0;
-    const auto has_boxes = [&](int32_t stage) { return !I::kDecodes && boxes.all_see(stage * kKvTile, kKeys); };
+    const auto has_boxes = [&](int32_t stage) { return !I::kDecodes && boxes.is_unmasked(stage * kKvTile, kKeys); };
     const auto find_page = [&](int32_t stage) {
       return reader.page(p_, stage * kKvTile + (has_boxes(stage) ? key_of_box() : own_key()));
     };
@@ -196,18 +196,19 @@ class Producer {
     const auto write_rows = [&](int32_t stage, int32_t page) {
       if (has_boxes(stage)) return;
       const int32_t first_key = stage * kKvTile, key = own_key();
-      const bool is_seen = bounds.all_see(first_key, kKeys) || any_row_sees(tile, bounds, windows.row, first_key, key);
+      const bool is_attended =
+          bounds.is_unmasked(first_key, kKeys) || any_row_attends(tile, bounds, windows.row, first_key, key);
       __syncwarp();  // after all reads of the previous rows
       if (thread() % 32 < kOwnKeys) {
         KeyRow row = reader.template row<typename I::Kv>(p_, first_key + key, page);
-        if (!is_seen) (I::kLatent ? row.k : row.v) = nullptr;
+        if (!is_attended) (I::kLatent ? row.k : row.v) = nullptr;
         shared_.rows_of(stage)[key] = row;
       }
       __syncwarp();
     };
     // With a single Q, the next tile's Q waits for its release, so its second K is issued first.
-    const bool waits = I::kQs == 1 && !I::kLatent && given_ > 0 && stages.first + kTiles < stages.end;
-    const int32_t gives_at = stages.first + (waits ? kTiles : 0);
+    const bool waits = I::kQs == 1 && !I::kLatent && published_ > 0 && stages.first + kTiles < stages.end;
+    const int32_t publishes_at = stages.first + (waits ? kTiles : 0);
     int32_t page_before = -1, page = -1;
     for (int32_t stage = stages.first - kTiles; stage < stages.end + kTiles; stage += kTiles) {
       const int32_t last = stage - kTiles, next = stage + kTiles;
@@ -218,7 +219,7 @@ class Producer {
         has_boxes(stage) ? fill_boxes(maps_.k, tile, stage, page)
                          : fill_rows(shared_.rows_of(stage), &KeyRow::k, I::kLatent && has_second);
       }
-      if (stage == gives_at) give(own, bounds, windows.row, stage < stages.end);
+      if (stage == publishes_at) publish(own, bounds, windows.row, stage < stages.end);
       if (!I::kLatent && last >= stages.first) {
         has_boxes(last) ? fill_boxes(maps_.v, tile, last, page_before) : fill_rows(shared_.rows_of(last), &KeyRow::v);
       }
@@ -231,26 +232,27 @@ class Producer {
 
   // Releases the end marker, the last tile published.
   __device__ __forceinline__ void use_up_end() {
-    if (thread() % 32 < I::kConsumers / I::kProducers) ptx::mbar_arrive(&shared_.is_used[(given_ - 1) % I::kQs]);
+    if (thread() % 32 < I::kConsumers / I::kProducers) ptx::mbar_arrive(&shared_.is_used[(published_ - 1) % I::kQs]);
   }
   // Drains the copies before the thread exits.
   __device__ __forceinline__ void finish() { ptx::cp_async_wait<0>(); }
 
  private:
   // Publishes the work tile once its Q buffer has been released.
-  __device__ __forceinline__ void give(Walk& own, const KeyBounds& bounds, const TreeWindow& row, bool with_q) {
-    if (thread() == 0 && own.tile.rows > 0 && !own.is_whole() && !by_query) note_cut(own, pieces_of<I>(call_));
-    const uint32_t place = given_ % I::kQs;
-    trace<I>(shared_, kUsedWanted);
-    ptx::mbar_wait(&shared_.is_used[place], given_ / I::kQs % 2 ^ 1);
+  __device__ __forceinline__ void publish(RangeIterator& own, const KeyBounds& bounds, const TreeWindow& row,
+                                          bool with_q) {
+    if (thread() == 0 && own.tile.rows > 0 && !own.is_whole() && !by_query) record_cut(own, pieces_of<I>(call_));
+    const uint32_t place = published_ % I::kQs;
+    trace<I>(shared_, kReleaseWaits);
+    ptx::mbar_wait(&shared_.is_used[place], published_ / I::kQs % 2 ^ 1);
     trace<I>(shared_, kUsed);
-    if (thread() == 0) shared_.given[given_ % (2 * I::kQs)] = {own, bounds, counted(own.tile)};
-    if (thread() < I::kMTile) shared_.given_rows[place][thread()] = row;
+    if (thread() == 0) shared_.given[published_ % (2 * I::kQs)] = {own, bounds, counted(own.tile)};
+    if (thread() < I::kMTile) shared_.row_windows[place][thread()] = row;
     if (with_q) copy_q(own.tile);
     trace<I>(shared_, kQueriesStarted);
-    ptx::mbar_arrive(&shared_.is_given[place]);
-    ptx::cp_async_mbar_arrive(&shared_.is_given[place]);
-    ++given_;
+    ptx::mbar_arrive(&shared_.is_published[place]);
+    ptx::cp_async_mbar_arrive(&shared_.is_published[place]);
+    ++published_;
   }
   // Copies Q for wgmma; zeros past the last row of whole groups and past the last column.
   __device__ __forceinline__ void copy_q(TileRows tile) {  // by value: copies may change memory
@@ -265,7 +267,7 @@ class Producer {
                              tile.head(p_, own) * p_.q_head_stride;
 #pragma unroll
       for (uint32_t chunk = thread() % kLanes; chunk < kChunks; chunk += kLanes) {
-        unsigned char* const to = shared_.q(row / kGroup, given_) + I::QRows::offset(row % kGroup, chunk);
+        unsigned char* const to = shared_.q(row / kGroup, published_) + I::QRows::offset(row % kGroup, chunk);
         const bool has = has_row && chunk < chunks;
         if (call_.q_aligned) {
           ptx::cp_async_16(ptx::smem_addr(to), from + chunk * 8, has);
@@ -297,8 +299,8 @@ class Producer {
     return by_query ? shared_.counted[thread() / 32] : RowSpan{0, tile.rows};
   }
   // True if a stored row attends to the key. Each thread computes its row's mask. Synchronizes the producers.
-  __device__ __forceinline__ bool any_row_sees(const RowTile& tile, const KeyBounds& bounds, const TreeWindow& row,
-                                               int32_t first_key, int32_t key) {
+  __device__ __forceinline__ bool any_row_attends(const RowTile& tile, const KeyBounds& bounds, const TreeWindow& row,
+                                                  int32_t first_key, int32_t key) {
     if (tile.tree_len < 0 && !by_query) return first_key + key >= bounds.lowest;
     const Visibility mine = tile.visibility(p_, thread(), row);
     auto& seen = shared_.seen[calls_++ & 1];  // double-buffered
@@ -433,7 +435,7 @@ class Producer {
     return I::kLatent ? min_of(kPanels, p_.head_dim / 64 - part * kPanels) : kPanels;
   }
   __device__ __forceinline__ void wait_until_empty(int32_t part) {
-    trace<I>(shared_, kSlotWanted);
+    trace<I>(shared_, kSlotWaits);
     ptx::mbar_wait(&shared_.empty[place_.stage][part], place_.parity ^ 1);
     trace<I>(shared_, kSlotEmpty);
   }
@@ -443,9 +445,9 @@ class Producer {
   const CacheMaps& maps_;
   Sm90Shared<I>& shared_;
   RingPlace place_;
-  uint32_t given_ = 0;  // row tiles published
-  uint32_t calls_ = 0;  // of any_row_sees()
-  int copied_ = 0;      // parts not yet decoded
+  uint32_t published_ = 0;  // row tiles published
+  uint32_t calls_ = 0;      // of any_row_attends()
+  int copied_ = 0;          // parts not yet decoded
 };
 
 }  // namespace pagedtree::cuda

@@ -13,7 +13,7 @@ struct alignas(128) Shared<I> {
   using WeightRows = Panels<I::kShape.keys * 2, I::kMTile>;
   static_assert(I::kMTile <= 32 && I::kShape.keys == kMaskWordBits && kWarps == 4 && I::kWarpKeys == 8);
   static_assert(I::KRows::kBytes == I::kShape.stage_bytes(sizeof(typename I::Kv)) && I::KRows::kQuarter == 0);
-  Walk walk;
+  RangeIterator walk;
   KeyBounds bounds;
   KeyReader reader;
   float4 tops[I::kMTile];  // maxima per row and softmax warp
@@ -32,8 +32,8 @@ struct alignas(128) Shared<I> {
 };
 
 // Returns row `lane`'s mask of a stage. Recomputed at use: few stages need it.
-__device__ __forceinline__ uint32_t keys_seen_by_lane(const AttentionParams& p, const RowTile& tile, uint32_t lane,
-                                                      int32_t first_key) {
+__device__ __forceinline__ uint32_t keys_visible_to_lane(const AttentionParams& p, const RowTile& tile, uint32_t lane,
+                                                         int32_t first_key) {
   return lane < tile.rows ? row_visibility(p, tile, lane).visible32(first_key) : 0;
 }
 
@@ -88,9 +88,10 @@ class WideRing {
     const KeyReader& reader = shared_.reader;
     const uint32_t key = key_of_lane();
     bool is_read = page_ >= 0 && page_ < p_.num_pages;
-    if (!shared_.bounds.all_see(first_key(), kKeys)) {
+    if (!shared_.bounds.is_unmasked(first_key(), kKeys)) {
       const uint32_t lane = ptx::thread_index() % 32;
-      const uint32_t seen = __reduce_or_sync(kWholeWarp, keys_seen_by_lane(p_, shared_.walk.tile, lane, first_key()));
+      const uint32_t seen =
+          __reduce_or_sync(kWholeWarp, keys_visible_to_lane(p_, shared_.walk.tile, lane, first_key()));
       is_read = is_read && (seen >> key & 1u) != 0;
     }
     if (!is_read) return nullptr;

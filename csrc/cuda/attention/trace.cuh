@@ -6,20 +6,20 @@
 namespace pagedtree::cuda {
 
 enum TraceEvent : uint32_t {
-  kWalkBegins,
-  kWalkEnds,
-  kSlotWanted,
+  kNextTileBegins,
+  kNextTileEnds,
+  kSlotWaits,
   kSlotEmpty,
   kSlotStarted,
-  kUsedWanted,
+  kReleaseWaits,
   kUsed,
   kQueriesStarted,
-  kTileWanted,
-  kTileGiven,
+  kTileWaits,
+  kTileAcquired,
   kKeysThere,
   kTurnGot,
   kScoresThere,
-  kWeighed,
+  kSoftmaxDone,
   kValuesDone,
   kOutputBegins,
   kOutputEnds,
@@ -47,7 +47,7 @@ __device__ __forceinline__ void trace(Shared& shared, TraceEvent event) {
 }
 
 // Copies the log to the host and clears it. Returns a cudaError_t.
-inline int take_trace(Trace* to) {
+inline int copy_trace(Trace* to) {
   static Trace empty{};
   const cudaError_t status = cudaMemcpyFromSymbol(to, trace_log, sizeof(Trace));
   return status != cudaSuccess ? status : cudaMemcpyToSymbol(trace_log, &empty, sizeof(Trace));

@@ -26,7 +26,7 @@ struct Masses {
 
   __device__ explicit Masses(const RowDistribution& distribution)
       : row(distribution.row), scale(distribution.scale), filter(distribution.filter) {
-    row.learn(distribution);
+    row.apply(distribution);
   }
 
   __device__ uint32_t of(int64_t token, float logit) const {
@@ -92,7 +92,7 @@ struct NoisyMasses {
       const uint32_t mass = masses.of(token, masses.row.first_of(word));
       const float log_mass = log_exact<ScalarMath>(ScalarMath::to_float(mass));
       const uint64_t rank = ranked(log_mass + group.noise(token % kNoiseGroup), token);
-      if (mass != 0 && rank >= least && rank < end) best = take_item(rank, best, candidates);
+      if (mass != 0 && rank >= least && rank < end) best = collect_item(rank, best, candidates);
     }
     return best;
   }

@@ -190,7 +190,7 @@ __device__ __forceinline__ FoundPlaces part_of_thread(const NgramProposeParams& 
 __device__ __forceinline__ int32_t zeros_below(uint32_t bits) { return popcount32(~bits & (bits - 1)); }
 
 // A thread's iterator over places of one match length, and the trie's depth along their continuation.
-struct PlaceWalk {
+struct PlaceIterator {
   int32_t at, warp;    // of FoundPlaces
   bool wants = false;  // `rest` begins with a token that the trie lacks
   TextPlace place = {};
@@ -222,7 +222,7 @@ struct PlaceWalk {
 };
 
 // Adds the rest of lane `source`'s path, by one warp. Returns the first new node.
-__device__ __forceinline__ int32_t add_path(DraftTrie& trie, const PlaceWalk& mine, int source) {
+__device__ __forceinline__ int32_t add_path(DraftTrie& trie, const PlaceIterator& mine, int source) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x % 32), first = trie.size.num_nodes;
   const TriePath path{__shfl_sync(~0u, mine.path.node, source), __shfl_sync(~0u, mine.path.depth, source)};
   const int32_t most = min_of(__shfl_sync(~0u, mine.left, source), trie.max_nodes - first);
@@ -256,7 +256,7 @@ __device__ __forceinline__ void insert_places(NgramShared& shared, DraftTrie& tr
                                               const NgramTexts& texts, const FoundPlaces& found, int32_t n,
                                               uint32_t& step) {
   const int32_t warp = static_cast<int32_t>(threadIdx.x / 32), lane = static_cast<int32_t>(threadIdx.x % 32);
-  PlaceWalk mine{.at = found.begin, .warp = found.first_warp};
+  PlaceIterator mine{.at = found.begin, .warp = found.first_warp};
   while (trie.can_grow()) {
     if (mine.wants) {
       mine.walk(trie);

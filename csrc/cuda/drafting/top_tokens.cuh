@@ -83,7 +83,7 @@ __device__ __forceinline__ void find_candidate_threshold(uint32_t key, int32_t c
 }
 
 // Returns max(best, rank), and appends the item to the candidates, if given.
-__device__ __forceinline__ uint64_t take_item(uint64_t rank, uint64_t best, TopShared* candidates) {
+__device__ __forceinline__ uint64_t collect_item(uint64_t rank, uint64_t best, TopShared* candidates) {
   if (candidates != nullptr) {
     TopShared* const first = ptx::of_cta(candidates, 0);
     const int32_t place = atomicAdd(&first->num_candidates, 1);
@@ -153,7 +153,7 @@ struct RowItems {
 #pragma unroll 1
     for (int i = 0; i < row.of_word(); ++i) {
       const uint64_t rank = ranked(row.number(word, i), row.token_of(index) + i);
-      if (rank >= least && rank < end) best = take_item(rank, best, candidates);
+      if (rank >= least && rank < end) best = collect_item(rank, best, candidates);
     }
     return best;
   }
@@ -167,7 +167,7 @@ __device__ __forceinline__ uint32_t find_peak(Row& row, int32_t count, TopShared
   const uint32_t key = order_key<ScalarMath>(best.logit + 0.0f);  // -0 ties with +0
   if (best.nan) raise_flag(shared.has_nan);
   find_candidate_threshold(key, count, shared);
-  row.learn({.logit = ranked_value(shared.best[0]), .token = 0, .has_nan = shared.has_nan != 0});
+  row.apply({.logit = ranked_value(shared.best[0]), .token = 0, .has_nan = shared.has_nan != 0});
   return key;
 }
 

@@ -17,11 +17,11 @@ __device__ __forceinline__ void run_chunk(const Chunk& t, const Sequence& sequen
   __syncthreads();
   link(t.p, sequence, t.shared, t.masks, t.words, t.head, count);
   for (int32_t begin = 0; begin < count; begin += t.group) {
-    weigh_by_products<kChannelDecay>(t, begin, count);
-    if constexpr (kChannelDecay) weigh_by_walks(t, begin, count);
+    compute_by_products<kChannelDecay>(t, begin, count);
+    if constexpr (kChannelDecay) compute_by_paths(t, begin, count);
     solve(t, begin, count);
   }
-  if (carried) kChannelDecay ? carry_by_walks(t, count) : carry_by_products(t, count);
+  if (carried) kChannelDecay ? carry_by_paths(t, count) : carry_by_products(t, count);
   __syncthreads();
 }
 

@@ -160,7 +160,7 @@ __device__ __forceinline__ void find_norms(const FewTokens& t) {
 
 // Computes A and C for a turn. A warp's job is a product of 8 tokens with 8 keys.
 template <typename T, bool kAdvances, bool kChannelDecay>
-__device__ __forceinline__ void weigh_turn(const FewTokens& t, int32_t begin) {
+__device__ __forceinline__ void compute_turn(const FewTokens& t, int32_t begin) {
   const int32_t lane = ptx::thread_index() % 32, quad = lane / 4, pair = lane % 4, before = begin / kTile;
   const int32_t jobs = t.count - begin > kTile ? 2 * before + 3 : before + 1;
 #pragma unroll 1
@@ -263,8 +263,8 @@ struct alignas(4 * kCount) Weights {
 
 // Adds A u to `left` and C u to `out` for tokens m .. m + kCount - 1 on the `paths`.
 template <bool kAdvances, int kCount>
-__device__ __forceinline__ void add_weighed(const FewTokens& t, const float* u, const float* weights_of_quad, int32_t m,
-                                            const uint64_t (&paths)[2], bool is_long, FewSums& sums) {
+__device__ __forceinline__ void add_weighed_u(const FewTokens& t, const float* u, const float* weights_of_quad,
+                                              int32_t m, const uint64_t (&paths)[2], bool is_long, FewSums& sums) {
   Weights<kCount> weights[2][2];  // [tile, key or query]
 #pragma unroll
   for (int at = 0; at < 4; ++at) {
@@ -305,7 +305,7 @@ __device__ __forceinline__ void solve_turn(const FewTokens& t, int32_t begin, Fe
     paths[tile] = i < t.count ? uint64_t{mask[1]} << 32 | mask[0] : 0;
   }
 #pragma unroll 1
-  for (int32_t m = 0; m < begin; m += 4) add_weighed<kAdvances, 4>(t, u, weights, m, paths, is_long, sums);
+  for (int32_t m = 0; m < begin; m += 4) add_weighed_u<kAdvances, 4>(t, u, weights, m, paths, is_long, sums);
 #pragma unroll 1
   for (int32_t m = begin; m < min_of(t.count, begin + kTurn); ++m) {
     if (quad == m % kTile) {
@@ -316,7 +316,7 @@ __device__ __forceinline__ void solve_turn(const FewTokens& t, int32_t begin, Fe
       *reinterpret_cast<float4*>(u + m * kFewColumns) = make_float4(own[0], own[1], own[2], own[3]);
     }
     __syncwarp();
-    add_weighed<kAdvances, 1>(t, u, weights, m, paths, is_long, sums);
+    add_weighed_u<kAdvances, 1>(t, u, weights, m, paths, is_long, sums);
   }
 }
 
@@ -445,10 +445,10 @@ __global__ void __launch_bounds__(kFewWarps * 32, kChannelDecay ? 3 : 4)
   for (int32_t begin = 0; begin < t.count; begin += kTurn) {
     FewSums sums;
     if (!kAdvances || p.beta != nullptr) {
-      weigh_turn<T, kAdvances, kChannelDecay>(t, begin);
+      compute_turn<T, kAdvances, kChannelDecay>(t, begin);
       if constexpr (kChannelDecay) {
         __syncthreads();
-        weigh_by_walks(t, begin, t.count);
+        compute_by_paths(t, begin, t.count);
       }
       read_state<T, kAdvances, kChannelDecay>(t, state, begin, sums);
     }

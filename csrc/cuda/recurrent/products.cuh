@@ -110,7 +110,7 @@ __device__ __forceinline__ void multiply_keys(const Chunk& t, const RowTile& row
 
 // Computes A, C, and reads of a group. Warps of a block of tokens share its products.
 template <bool kChannelDecay>
-__device__ __forceinline__ void weigh_by_products(const Chunk& t, int32_t begin, int32_t count) {
+__device__ __forceinline__ void compute_by_products(const Chunk& t, int32_t begin, int32_t count) {
   const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane / 4, pair = lane % 4;
   const int32_t shift = __ffs(t.group / kBlock) - 1;  // log2 of the group's blocks
   const int32_t blocks = 1 << shift, block = warp & (blocks - 1), parts = kWarps >> shift;

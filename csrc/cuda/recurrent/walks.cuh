@@ -59,7 +59,7 @@ __device__ __forceinline__ void walk(const DeltaRuleParams& p, int32_t head, con
 }
 
 template <typename Tokens>
-__device__ __forceinline__ void weigh_by_walks(const Tokens& t, int32_t begin, int32_t count) {
+__device__ __forceinline__ void compute_by_paths(const Tokens& t, int32_t begin, int32_t count) {
   for (int32_t row = threadIdx.x / 32; row < t.group && begin + row < count; row += blockDim.x / 32) {
     const int32_t i = begin + row;
     if (t.shared.parents[i] < -1 || !t.path_decays(i).walks()) continue;
@@ -70,7 +70,7 @@ __device__ __forceinline__ void weigh_by_walks(const Tokens& t, int32_t begin, i
 }
 
 // Updates the state behind a chain; warps have separate channels.
-__device__ __forceinline__ void carry_by_walks(const Chunk& t, int32_t count) {
+__device__ __forceinline__ void carry_by_paths(const Chunk& t, int32_t count) {
   const int32_t lane = threadIdx.x % 32;
   for (int32_t c = threadIdx.x / 32; c < t.p.key_dim; c += kWarps) {
     float decay = 1.0f, sum = 0.0f;

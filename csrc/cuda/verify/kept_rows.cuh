@@ -13,8 +13,8 @@ namespace pagedtree::cuda {
 // The kept tokens of a row, ascending, in each CTA.
 struct KeptList {
   uint32_t size;
-  int32_t tokens[KeptNotes::kMost];
-  float masses[KeptNotes::kMost], drafts[KeptNotes::kMost];  // of the draft
+  int32_t tokens[KeptCandidates::kMost];
+  float masses[KeptCandidates::kMost], drafts[KeptCandidates::kMost];  // of the draft
 
   // Returns the first entry with a token >= `least`.
   __device__ uint32_t place_of(int32_t least) {
@@ -25,7 +25,7 @@ struct KeptList {
 struct KeptShared {
   BlockShared block;
   NodeDistributions distributions;  // at a node
-  KeptNotes notes;
+  KeptCandidates notes;
   KeptList list;
   uint16_t first_of_block[kMaxMassBlocks + 1];  // first kept token per block
   NearTree tree;
@@ -49,7 +49,7 @@ struct RowInMemory {
 
   __device__ RowInMemory(KeptShared& shared, bool is_known)
       : slice{LogitReader<kDType>(shared.distributions.target.row), shared.block} {
-    if (is_known) slice.row.learn(shared.distributions.target);
+    if (is_known) slice.row.apply(shared.distributions.target);
   }
 };
 
@@ -58,7 +58,7 @@ template <typename Row>
 __device__ __attribute__((noinline)) bool find_kept(const SamplingParams& p, int64_t b, bool again) {
   auto& shared = ptx::shared<KeptShared>();
   auto& [size, tokens, masses, drafts] = shared.list;
-  KeptNotes& notes = shared.notes;
+  KeptCandidates& notes = shared.notes;
   RowDistribution& target = shared.distributions.target;
   if (threadIdx.x == 0) size = notes.num_own = 0;
   __syncthreads();
@@ -77,7 +77,7 @@ __device__ __attribute__((noinline)) bool find_kept(const SamplingParams& p, int
   if (again) {
     kept.scale = target.scale;
     kept.gather(0, target.filter.min_logit, false);
-    if (kept.size > KeptNotes::kMost) return false;
+    if (kept.size > KeptCandidates::kMost) return false;
     last = ranked(target.filter.min_logit, target.filter.tie_end - 1);
   } else {
     bool bad = false;

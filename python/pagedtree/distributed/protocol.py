@@ -48,7 +48,7 @@ class Round(IntEnum):
 
 
 class Weigh(IntEnum):
-    """Exchange rounds that weigh the drafts; see WeighRound in csrc/core/shard_distributions.h."""
+    """Exchange rounds that weigh the drafts; see ResidualRound in csrc/core/shard_distributions.h."""
 
     MASSES = 0
     RESIDUAL = 1

@@ -292,7 +292,7 @@ REQUESTS = [
 
 ON_CHIP = [
     of_chip("an exchange that is not waited for", "logits_slice.cuh",
-            "    ptx::mbar_wait(&shared.told[at], turn >> 1 & 1);\n", ""),
+            "    ptx::mbar_wait(&shared.exchanged[at], turn >> 1 & 1);\n", ""),
     of_chip("tokens of other CTAs that are not waited for", "logits_slice.cuh",
             "    ptx::mbar_wait(&shared_.gathered, turns_.lists++ & 1u);\n", ""),
     of_chip("a slice mended before it arrived", "draws_sm90.cuh", "    slice_.wait(buffer);\n    uint64_t", "uint64_t"),
@@ -431,10 +431,10 @@ TOP = [
 ]
 
 WAYS = [
-    of_ways("more noted than there is room for", "race", "count <= RaceNotes::kMost;", "count > 0;"),
+    of_ways("more noted than there is room for", "race", "count <= RaceCandidates::kMost;", "count > 0;"),
     of_ways("a draw by rounding", "kept_tokens", "if (before >= needed_at_least) flag = kFlag;", ""),
     of_ways("the ties of the k-th left out", "kept_tokens", "(of_warp) & ~kIds;", "(of_warp);"),
-    of_ways("a list of notes cut off", "kept_tokens", "place < KeptNotes::kMost)", "place < 16)"),
+    of_ways("a list of notes cut off", "kept_tokens", "place < KeptCandidates::kMost)", "place < 16)"),
     of_ways("ties at a threshold all kept", "filters", "if (ties == cut.at.count) return", "if (ties > 0) return"),
 ]
 

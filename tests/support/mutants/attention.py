@@ -42,10 +42,10 @@ WGMMA = [
         "K given back while it is multiplied", "attend",
         "      ptx::wgmma_wait<I::kWeighs", "      release(keys);\n      ptx::wgmma_wait<I::kWeighs",
     ),
-    of_wgmma("Q given back before its last scores", "attend", "if (stage + I::kTiles >= stages.end) give_back();",
-             "if (stage == stages.first) give_back();"),
-    of_wgmma("windows that begin with the first key", "stage", "shared_.given_rows[place][thread()] = row;",
-             "shared_.given_rows[place][thread()] = TreeWindow{0, row.first_bit};"),
+    of_wgmma("Q given back before its last scores", "attend", "if (stage + I::kTiles >= stages.end) release_q();",
+             "if (stage == stages.first) release_q();"),
+    of_wgmma("windows that begin with the first key", "stage", "shared_.row_windows[place][thread()] = row;",
+             "shared_.row_windows[place][thread()] = TreeWindow{0, row.first_bit};"),
     of_wgmma("another stride in descriptors", "attend", "kEightRows = 8 * 128", "kEightRows = 4 * 128"),
     of_wgmma(
         "no proxy fence behind cp.async", "attend",
@@ -58,7 +58,7 @@ WGMMA = [
     of_wgmma("rows of the accumulator swapped", "attend", "first_row + half * 8", "first_row + (1 - half) * 8"),
     of_wgmma("columns of a quad swapped", "attend", "(n + lane % 2) * 8", "(n + 1 - lane % 2) * 8"),
     of_wgmma("sums not rescaled", "attend", "&& changed) rescale<I>(sums, rescales);", "&& false) {}"),
-    of_wgmma("V read that no row sees", "stage", "if (!is_seen) (I::kLatent ? row.k : row.v) = nullptr;", ""),
+    of_wgmma("V read that no row sees", "stage", "if (!is_attended) (I::kLatent ? row.k : row.v) = nullptr;", ""),
     of_wgmma("boxes of the first head", "stage", "tile.kv_head * maps_.head_panels", "0"),
     of_wgmma("keys of the next piece", "attend", "if (stage + I::kTiles > stages.end) keys.hide_from(kKvTile);", ""),
     of_wgmma("fewer bytes expected", "stage", "(panels) * kPanelBytes);", "(panels) * kPanelBytes / 2);"),
@@ -91,8 +91,8 @@ ENGINE = [
 JOINED = [
     of_join("empty ranges counted as pieces", "ranges", "order.count += begin < end;", "order.count += 1;"),
     of_join("tickets that stay taken", "join", "*arrived = *taken = 0;", "*arrived = 0;"),
-    of_join("who goes is not counted", "join", "noted(atomicAdd(taken, kUpper));", ""),
-    of_join("parts that nobody takes", "join", "next = tickets.take();", "next = tickets.count;"),
+    of_join("who goes is not counted", "join", "claimed(atomicAdd(claimed_parts, kUpper));", ""),
+    of_join("parts that nobody takes", "join", "next = tickets.claim();", "next = tickets.count;"),
     of_join("states of the first rows", "join", "row - first_pair * 2;", "row % 2;"),
 ]  # fmt: skip
 
@@ -102,8 +102,10 @@ SEGMENTS = [
         "return kv_tile - static_cast<int32_t>(by_segment.remainder(static_cast<uint32_t>(kv_tile)));",
         "return kv_tile;", BITS,
     ),
-    Mutant("segments of a range as one", "core/schedule.h", "min_of(of.end, end_seen(shape, last)), of.begin + shape",
-           "min_of(of.end, end_seen(shape, last)), of.end + shape", BITS),
+    Mutant(
+        "segments of a range as one", "core/schedule.h", "end_visible_tile(shape, last)), of.begin + shape",
+        "end_visible_tile(shape, last)), of.end + shape", BITS,
+    ),
     Mutant("tiles by max_seqlen_q", "cuda/attention/config.h", "p.segment > 0 ? INT32_MAX : p.max", "p.max", BITS,
            "simt", "simt and not wgmma"),
     Mutant("a prompt's chunks by its neighbours", "generation/scheduler.py", "segment is not None", "segment == 0",
@@ -134,7 +136,7 @@ LATENT_WGMMA = [
     of_latent("the second group's sums under the first one's maxima", "rescales[0][half] *= raised[0][half];", ";"),
     of_latent(
         "weights taken before they are given",
-        "ptx::barrier_sync(kWeightsGiven + 1, I::kConsumers);\n    read_weights", "read_weights",
+        "ptx::barrier_sync(kWeightsReady + 1, I::kConsumers);\n    read_weights", "read_weights",
     ),
     of_latent(
         "values given back while they are multiplied",

@@ -46,16 +46,16 @@ void attend_with(const TreeAttentionParams& p, const RowTile& tile, int64_t begi
     for (int32_t r = 0; r < head.rows; ++r) head_ws.states[r] = {-kInfinity, 0.0f};
   });
 
-  const int64_t seen_end = ceil_div<int64_t>(seen.highest, kKvTile);
+  const int64_t visible_end = ceil_div<int64_t>(seen.highest, kKvTile);
   begin = max_of(begin, seen.lowest / kKvTile);
-  end = min_of(end, seen_end);
+  end = min_of(end, visible_end);
   KeyRows first[2];  // of the first head: this tile and the next, which is prefetched
   if (begin < end) find_key_rows(p, tile, begin * kKvTile, kAllKeys, first[begin % 2]);
   for (int64_t t = begin; t < end; ++t) {
     const int64_t first_key = t * kKvTile;
     KeyRows &now = first[t % 2], &next = first[(t + 1) % 2];
     // Also prefetches past the end: a thread usually continues there.
-    if (t + 1 < seen_end) find_key_rows(p, tile, first_key + kKvTile, kAllKeys, next);
+    if (t + 1 < visible_end) find_key_rows(p, tile, first_key + kKvTile, kAllKeys, next);
     const bool plain = seen.plain_begin <= first_key && first_key + kKvTile <= seen.plain_end;
     uint64_t visible[kMTile];
     if (!plain) {
@@ -66,7 +66,7 @@ void attend_with(const TreeAttentionParams& p, const RowTile& tile, int64_t begi
     each_head([&](int32_t h, const RowTile& head, const Workspace& head_ws, const Engine& engine) {
       if (h > 0) step_head(p, now);
       KeyRows share;
-      prefetch_share(p, h, tile.heads, t + 1 < seen_end ? next : now, share);
+      prefetch_share(p, h, tile.heads, t + 1 < visible_end ? next : now, share);
       if constexpr (requires { engine.attend(now, share, visible); }) {
         engine.attend(now, share, plain ? nullptr : visible);
       } else {

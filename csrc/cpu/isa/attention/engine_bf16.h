@@ -125,9 +125,9 @@ class Bf16Engine {
     for (int64_t row = 0; row < tile_.rows; row += kLanes) {
       multiply_tall(half(ws_.k), half(ws_.q) + row * p_.head_dim, p_.head_dim, scores_);
       if (visible != nullptr) {
-        weigh<true>(row, score, visible, prefetch, share);
+        softmax<true>(row, score, visible, prefetch, share);
       } else {
-        weigh<false>(row, score, nullptr, prefetch, share);
+        softmax<false>(row, score, nullptr, prefetch, share);
       }
       add_wide(weights_, half(ws_.v), ws_.out + row * p_.head_dim_v, p_.head_dim_v);
     }
@@ -145,7 +145,8 @@ class Bf16Engine {
   // Replaces scores of 16 rows (lanes) by 2^(score - base). A base may stay up to kSlack below the row's maximum, so
   // that few tiles rescale the output.
   template <bool kMasked>
-  void weigh(int64_t row, const ScoreMap& score, const uint64_t* visible, TilePrefetch& prefetch, int64_t share) const {
+  void softmax(int64_t row, const ScoreMap& score, const uint64_t* visible, TilePrefetch& prefetch,
+               int64_t share) const {
     constexpr float kSlack = 8.0f;
     vuint seen[kKvTile / 32] = {};
     if constexpr (kMasked) {

@@ -59,7 +59,7 @@ void join_segments(const TreeAttentionParams& p, const AttentionRanges& ranges, 
   const int64_t tree_len = tree_length(p, sequence, static_cast<int32_t>(work.tokens.size()), work.seq_len);
   const RowTile tile{sequence, kv_head, work, 1, 0, static_cast<int32_t>(work.rows)};
   for (int64_t r = 0; r < tile.rows; ++r) {
-    const SeenSegments seen(ranges.shape, query_visibility(p, work, tree_len, r / p.group_size));
+    const VisibleSegments seen(ranges.shape, query_visibility(p, work, tree_len, r / p.group_size));
     join_row(p, tile, r, r, seen.begin, seen.end,
              [&](int32_t i) { return ranges.segment(p, i * ranges.shape.segment, kv_head, work.tokens.begin); });
   }

@@ -59,7 +59,7 @@ struct Units {
 
 class ShardDistributions {
  public:
-  ShardDistributions(const ShardWeighParams& p, int64_t n, int64_t b, RowScratch& scratch)
+  ShardDistributions(const ShardResidualParams& p, int64_t n, int64_t b, RowScratch& scratch)
       : p_(p), n_(n), b_(b), scratch_(scratch), block_(scratch.block), tried_{scratch.tried} {
     distributions_.target =
         shard_distribution(p.shard, logit_row(p.shard.logits, n), p.shard.rows[n], sampling_of(p.shard.sampling, b));
@@ -72,7 +72,7 @@ class ShardDistributions {
 
   // Sums the residual at c, and the draft. The first `num_tried` children count as tried.
   void sum(TreeWalk& walk, double c, int64_t num_tried, int64_t* words) {
-    look_at(walk, c, num_tried);
+    start_scan(walk, c, num_tried);
     uint64_t left = 0, drafts = 0;
     for (int64_t begin = 0; begin < distributions_.target.row.vocab; begin += kMassBlock) {
       Units of_left, of_drafts;
@@ -90,7 +90,7 @@ class ShardDistributions {
 
   // Returns the first token whose cumulative residual units exceed `bound`.
   int64_t draw(TreeWalk& walk, double c, int64_t num_tried, uint64_t bound) {
-    look_at(walk, c, num_tried);
+    start_scan(walk, c, num_tried);
     for (int64_t begin = 0; begin < distributions_.target.row.vocab; begin += kMassBlock) {
       const int count = load(begin);
       for (int i = 0; i < count; ++i) {
@@ -103,7 +103,7 @@ class ShardDistributions {
   }
 
  private:
-  void look_at(TreeWalk& walk, double c, int64_t num_tried) {
+  void start_scan(TreeWalk& walk, double c, int64_t num_tried) {
     if (p_.shard.options.used) {
       const RowOptions options = shard_options(p_.shard, n_, b_, p_.shard.rows[n_], false);
       distributions_.target.row = adjust_row(options, logit_row(p_.shard.logits, n_), *scratch_.adjusted);
@@ -123,7 +123,7 @@ class ShardDistributions {
     return count;
   }
 
-  const ShardWeighParams& p_;
+  const ShardResidualParams& p_;
   int64_t n_, b_;
   RowScratch& scratch_;
   NodeDistributions distributions_{};
@@ -134,11 +134,11 @@ class ShardDistributions {
 };
 
 // Publishes masses of the children's tokens in this rank's columns.
-inline void tell_drafts(const ShardWeighParams& p, TreeWalk& walk, const NodeDistributions& distributions) {
+inline void publish_drafts(const ShardResidualParams& p, TreeWalk& walk, const NodeDistributions& distributions) {
   for (int32_t child = walk.first_child(); child >= 0; child = walk.next_sibling(child)) {
     const int64_t row = walk.rows.begin + child, column = draft_token_at(walk.p, row) - p.shard.first_token;
     if (column < 0 || column >= p.shard.logits.vocab) continue;
-    p.words[row * kWeighWords + 1] =
+    p.words[row * kResidualWords + 1] =
         word_of_masses(mass_at(distributions.target, column), draft_mass(distributions, column));
   }
 }
@@ -153,7 +153,7 @@ void step_shard(const ShardStepParams& p, int64_t n, RowScratch& scratch) {
   ShardRow& row = p.shard.rows[n];
   int64_t* words = p.words + n * words_of(p.round);
 
-  const int64_t kept_ties = learn(p, n, sampling, row);
+  const int64_t kept_ties = apply(p, n, sampling, row);
   begin_round(p, sampling, row);
   LogitRow logits = logit_row(p.shard.logits, n);
   if (p.shard.options.used && reads_row(p, sampling, row, kept_ties)) {
@@ -189,34 +189,34 @@ void step_shard(const ShardStepParams& p, int64_t n, RowScratch& scratch) {
   });
 }
 
-void weigh_shard(const ShardWeighParams& p, int64_t item, RowScratch& scratch) {
+void reduce_shard(const ShardResidualParams& p, int64_t item, RowScratch& scratch) {
   const auto [n, b] = item_of(p, item);
   if (b < 0) return;
   TreeWalk walk(p.ratio.verify, b);
   if (!stand_at(walk, n)) return;
   ShardRow& row = p.shard.rows[n];
-  int64_t* words = p.words + item * (p.round == WeighRound::kDraw ? 1 : kWeighWords);
+  int64_t* words = p.words + item * (p.round == ResidualRound::kDraw ? 1 : kResidualWords);
   ShardDistributions shard(p, n, b, scratch);
   switch (p.round) {
-    case WeighRound::kMasses: {
-      int64_t sums[kWeighWords];
+    case ResidualRound::kMasses: {
+      int64_t sums[kResidualWords];
       shard.sum(walk, 0.0, 0, sums);
       words[0] = row.own_units = sums[0];
-      tell_drafts(p, walk, shard.distributions());
+      publish_drafts(p, walk, shard.distributions());
       break;
     }
-    case WeighRound::kResidual: {
-      learn_sums(p.ratio.law, p.received + n * kWeighWords, p.index - 1, row);
+    case ResidualRound::kResidual: {
+      apply_sums(p.ratio.law, p.received + n * kResidualWords, p.index - 1, row);
       keep_left(p.left, walk, p.index - 1, row);
       const ShardQuestion question = reject_child(p, walk, row);
       if (question.asked) shard.sum(walk, question.c, question.num_tried, words);
       break;
     }
-    case WeighRound::kSums:
+    case ResidualRound::kSums:
       shard.sum(walk, p.ends[b].c, p.ends[b].num_tried, words);
       words[1] = row.own_units;
       break;
-    case WeighRound::kDraw: {
+    case ResidualRound::kDraw: {
       const ShardDraw draw = draw_of_shard(p, b);
       if (draw.owns) words[0] = p.shard.first_token + shard.draw(walk, draw.c, draw.num_tried, draw.bound);
       break;

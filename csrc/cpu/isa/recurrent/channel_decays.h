@@ -13,10 +13,10 @@ namespace pagedtree::cpu::PAGEDTREE_ISA {
 constexpr float kLeastProduct = 0x1p-60f;
 // Tokens with more blocks or few ancestors traverse their paths. The choice depends only on a token's path.
 constexpr int32_t kMaxBlocks = 4;
-constexpr int32_t kWalkedAncestors = 8;
+constexpr int32_t kTraversedAncestors = 8;
 
 // Computes weights of token i by traversing its path, and rows that read the initial state.
-static inline void weigh_path(const Head& at, int32_t i) {
+static inline void compute_path_weights(const Head& at, int32_t i) {
   const DeltaScratch& s = at.s;
   const int64_t width = s.keys_width;
   float *key = s.decayed + i * width, *query = s.decayed + (s.rows + i) * width;
@@ -77,7 +77,7 @@ static inline Blocks cut_paths(const DeltaScratch& s) {
       block.first = i;
       ++block.number;
     }
-    block.walks = block.tokens++ < kWalkedAncestors || block.number > kMaxBlocks;
+    block.walks = block.tokens++ < kTraversedAncestors || block.number > kMaxBlocks;
     if (!block.walks) found = {min_of(found.first, i), max_of(found.most, block.number)};
   }
   return found;
@@ -96,7 +96,7 @@ static inline void decay_rows(const Head& at, int32_t i, const float* rows, cons
   }
 }
 
-static inline void weigh_blocks(const Head& at, Blocks of) {
+static inline void compute_block_weights(const Head& at, Blocks of) {
   const DeltaScratch& s = at.s;
   const int64_t width = s.keys_width;
   const bool with_keys = at.p.beta != nullptr, with_queries = at.p.out != nullptr;
@@ -129,13 +129,13 @@ static inline void weigh_blocks(const Head& at, Blocks of) {
   }
 }
 
-static inline void weigh_channels(const Head& at) {
+static inline void compute_channel_weights(const Head& at) {
   const DeltaScratch& s = at.s;
   const Blocks found = cut_paths(s);
-  if (found.most > 0) weigh_blocks(at, found);
+  if (found.most > 0) compute_block_weights(at, found);
   for (int32_t i = 0; i < s.count; ++i) {
     if (s.blocks[i].walks) {
-      weigh_path(at, i);
+      compute_path_weights(at, i);
     } else {
       decay_rows(at, i, s.keys, s.channel_path_decays + i * s.keys_width, nullptr);
     }

@@ -171,7 +171,7 @@ void run_chunk(const Head& at) {
   const DeltaRuleParams& p = at.p;
   const DeltaScratch& s = at.s;
   load_decays(at);
-  if (p.channel_decay) weigh_channels(at);
+  if (p.channel_decay) compute_channel_weights(at);
   const float* rows = p.channel_decay ? s.decayed : s.keys;
   const auto read = [&](int64_t first) {
     gemm<false>(rows + first * s.keys_width, s.keys_width, s.state, p.key_dim, nullptr,
