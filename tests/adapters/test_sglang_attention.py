@@ -19,13 +19,16 @@ HEADS, KV_HEADS, DIM = 4, 2, 64
 
 
 class Mode(Enum):
-    DECODE, IDLE, EXTEND, TARGET_VERIFY = range(4)
+    DECODE, IDLE, EXTEND, TARGET_VERIFY, DRAFT_EXTEND_V2 = range(5)
 
     def is_decode_or_idle(self) -> bool:
         return self in (Mode.DECODE, Mode.IDLE)
 
     def is_target_verify(self) -> bool:
         return self is Mode.TARGET_VERIFY
+
+    def is_extend_without_speculative(self) -> bool:
+        return self is Mode.EXTEND
 
 
 class AttentionType(Enum):
@@ -200,7 +203,7 @@ def test_target_verify(backend, device, dtype, page_size, layout, n) -> None:
 def test_captured_steps(backend, device, dtype, kind) -> None:
     """SGLang pads the replays of a graph for four requests with three, two and none."""
     n, prefixes = 1 if kind == "decode" else 5, [12, 0, 30]
-    mode = Mode.DECODE if kind == "decode" else Mode.TARGET_VERIFY if "verify" in kind else Mode.EXTEND
+    mode = Mode.DECODE if kind == "decode" else Mode.TARGET_VERIFY if "verify" in kind else Mode.DRAFT_EXTEND_V2
     server = Server([p + n for p in prefixes], [n] * 3, 4, device, dtype)
     sees = [tree_sees(tree, p) for tree, p in zip(random_trees([n] * 3), prefixes, strict=True)]
     lens = [p + n * ("verify" not in kind) for p in prefixes]
@@ -339,6 +342,8 @@ def test_other_refusals() -> None:
         server.run(Mode.DECODE, options={"q_rope": server.q, "k_rope": server.k, "return_lse": False})
     with pytest.raises(RuntimeError, match="init_forward_metadata"):
         PagedTreeBackend(server.runner).forward_decode(server.q, server.k, server.v, layer_of(), SimpleNamespace())
+    with pytest.raises(NotImplementedError, match="--cuda-graph-backend-prefill full"):
+        PagedTreeBackend(server.runner).init_forward_metadata_out_graph(SimpleNamespace(forward_mode=Mode.EXTEND), True)
     server.runner.token_to_kv_pool.translate_loc_from_full_to_swa = None
     with pytest.raises(NotImplementedError, match="sliding windows"):
         PagedTreeBackend(server.runner)

@@ -31,9 +31,10 @@ def prompts() -> list[list[int]]:
 def run(options: dict) -> dict:
     import sglang
 
-    copies = options.pop("copies", None)
+    copies, graphs = options.pop("copies", None), options.pop("graphs", "")
+    os.environ["CAPTURED_GRAPHS"] = graphs  # the file that sglang_standins.captured_graphs writes
     sampling = {"ignore_eos": True, "temperature": 0, "max_new_tokens": 24, **options.pop("sampling", {})}
-    flags = {"disable_cuda_graph": True, "skip_tokenizer_init": True, "mem_fraction_static": 0.8}
+    flags = {"disable_cuda_graph": not graphs, "skip_tokenizer_init": True, "mem_fraction_static": 0.8}
     engine = sglang.Engine(**{**SETTINGS, **flags, **options})
     try:
         texts = prompts() if copies is None else [prompts()[3]] * copies

@@ -46,7 +46,8 @@ def head(tmp_path_factory) -> str:
 def run(*engines: dict[str, Any]) -> list[dict[str, Any]]:
     """Runs engines in one process, whose group SGLang may end."""
     command = [sys.executable, "-W", "ignore", FOLDER / "sglang_engine.py", *map(json.dumps, engines)]
-    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, env=dict(os.environ))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, env=env)
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(results) == len(engines), f"rc {done.returncode}\n{done.stderr[-4000:]}"
     return results
@@ -59,14 +60,37 @@ def plain() -> list[list[int]]:
     return ids
 
 
-def test_speculation_gives_the_text_of_plain_decoding(head, plain) -> None:
-    """EAGLE-3 trees with three branches, chains in pages of four, n-gram trees."""
-    trees = {**TREES, "speculative_draft_model_path": head}
-    chains = {**trees, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4, "page_size": 4}
+@pytest.fixture(scope="module")
+def speculation(head) -> list[dict[str, Any]]:
+    """EAGLE-3 trees with three branches, n-gram trees."""
     ngram = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 8}
-    for result in run(trees, chains, ngram):
+    return [{**TREES, "speculative_draft_model_path": head}, ngram]
+
+
+@pytest.fixture(scope="module")
+def eager(speculation) -> list[dict[str, Any]]:
+    """The results of both, then of chains in pages of four."""
+    chains = {**speculation[0], "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4, "page_size": 4}
+    return run(*speculation, chains)
+
+
+def test_speculation_gives_the_text_of_plain_decoding(eager, plain) -> None:
+    for result in eager:
         assert result["ids"] == plain
         assert max(result["lengths"]) > 1.5
+
+
+def test_captured_graphs(speculation, eager, plain, tmp_path) -> None:
+    """SGLang's runners replay graphs for 12 and 4 requests with 8 and fewer, of decoding, drafts and verification."""
+    engines = {"DECODE": {}, "DECODE TARGET_VERIFY": speculation[0], "TARGET_VERIFY": speculation[1]}
+    sizes = {"cuda_graph_bs_decode": [4, 12], "max_running_requests": 16}
+    results = run(*({**engine, **sizes, "graphs": str(tmp_path / modes)} for modes, engine in engines.items()))
+    assert [result["ids"] for result in results] == [plain] * 3
+    assert results[1]["lengths"] == eager[0]["lengths"]  # so the drafts are the same
+    for modes in engines:
+        replays = [line.split() for line in (tmp_path / modes).read_text().splitlines()]
+        padded = Counter(mode for mode, size, requests in replays if int(size) > int(requests))
+        assert {*padded} == {*modes.split()} and min(padded.values()) > 5
 
 
 def test_latent_attention(tmp_path) -> None:

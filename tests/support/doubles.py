@@ -42,9 +42,9 @@ class Graph:
 class Recording(TorchDispatchMode):
     """Replaces torch.cuda.graph; like it, raises if the host reads device results."""
 
-    def __init__(self, graph: Graph, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, cuda_graph: Graph, *args: Any, **kwargs: Any) -> None:
         super().__init__()
-        self.graph = graph
+        self.graph = cuda_graph
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         assert op is not torch.ops.aten._local_scalar_dense.default

@@ -90,6 +90,8 @@ class PagedTreeBackend(AttentionBackend):
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Writes a verification's mask where its graph reads it; the graph prepares the rest."""
+        if forward_batch.forward_mode.is_extend_without_speculative():  # such a graph calls no preparation
+            raise NotImplementedError("pagedtree's backend: --cuda-graph-backend-prefill full is not supported")
         if not _has_mask(forward_batch):
             return
         spec, n = forward_batch.spec_info, forward_batch.spec_info.draft_token_num

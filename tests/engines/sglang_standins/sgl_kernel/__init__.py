@@ -6,6 +6,7 @@ Without `convert_weight_packed` SGLang uses torch layers for the rest.
 from __future__ import annotations
 
 import ctypes
+import os
 
 import torch
 from torch import Tensor
@@ -71,3 +72,9 @@ def copy_all_layer_kv_cache_cpu(data_ptrs: Tensor, strides: Tensor, tgt_loc: Ten
 
 def rotate_input_ids_cpu(*args: object) -> None:
     raise NotImplementedError("rotate_input_ids_cpu: of multi-layer EAGLE")
+
+
+if os.environ.get("CAPTURED_GRAPHS"):
+    from captured_graphs import install
+
+    install()
