@@ -7,8 +7,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from support.doubles import Graph, Recording
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from support.doubles import Graph, Recording
 
 from pagedtree._ops import Prepared
 from pagedtree.integrations.sglang import TreeMaskMode
