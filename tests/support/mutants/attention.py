@@ -40,7 +40,7 @@ WGMMA = [
     ),
     of_wgmma(
         "K given back while it is multiplied", "attend",
-        "      ptx::wgmma_wait<I::kWeighs", "      release(keys);\n      ptx::wgmma_wait<I::kWeighs",
+        "      ptx::wgmma_wait<I::kOverlapsSoftmax", "      release(keys);\n      ptx::wgmma_wait<I::kOverlapsSoftmax",
     ),
     of_wgmma("Q given back before its last scores", "attend", "if (stage + I::kTiles >= stages.end) release_q();",
              "if (stage == stages.first) release_q();"),
@@ -90,7 +90,7 @@ ENGINE = [
 
 JOINED = [
     of_join("empty ranges counted as pieces", "ranges", "order.count += begin < end;", "order.count += 1;"),
-    of_join("tickets that stay taken", "join", "*arrived = *taken = 0;", "*arrived = 0;"),
+    of_join("tickets that stay taken", "join", "*arrived = *claimed_parts = 0;", "*arrived = 0;"),
     of_join("who goes is not counted", "join", "claimed(atomicAdd(claimed_parts, kUpper));", ""),
     of_join("parts that nobody takes", "join", "next = tickets.claim();", "next = tickets.count;"),
     of_join("states of the first rows", "join", "row - first_pair * 2;", "row % 2;"),
