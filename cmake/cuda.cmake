@@ -18,10 +18,10 @@ set(PAGEDTREE_CUDA_SOURCES
   csrc/cuda/engine.cu
   csrc/cuda/instructions.cu
   csrc/cuda/kv_cache.cu
-  csrc/cuda/logprobs.cu
+  csrc/cuda/logits/logprobs.cu
   csrc/cuda/recurrent/conv1d.cu
   csrc/cuda/recurrent/delta_rule.cu
-  csrc/cuda/sampling.cu
+  csrc/cuda/logits/sampling.cu
   csrc/cuda/shards.cu
   csrc/cuda/rules.cu
   csrc/cuda/trees.cu
@@ -36,7 +36,7 @@ set(PAGEDTREE_SM90_SOURCES
   csrc/cuda/attention/half_sm90.cu
   csrc/cuda/drafting/growth_sm90.cu
   csrc/cuda/instructions_sm90.cu
-  csrc/cuda/sampling_sm90.cu
+  csrc/cuda/logits/sampling_sm90.cu
   csrc/cuda/verify/rules_sm90.cu
   csrc/cuda/verify/sampled_sm90.cu
 )
@@ -166,6 +166,7 @@ else()
     target_compile_options(pagedtree_cuda_sm90 PRIVATE ${cuda_flags})
     target_sources(pagedtree_cuda PRIVATE $<TARGET_OBJECTS:pagedtree_cuda_sm90>)
     target_compile_definitions(pagedtree_cuda PRIVATE PAGEDTREE_HAS_SM90A)
+    target_compile_definitions(pagedtree_cuda_sm90 PRIVATE PAGEDTREE_HAS_SM90A)
   endif()
   target_link_options(pagedtree_cuda PRIVATE -Wl,--exclude-libs,ALL -Wl,--build-id)
   install(TARGETS pagedtree_cuda EXPORT pagedtree LIBRARY DESTINATION lib)

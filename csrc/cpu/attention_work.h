@@ -1,6 +1,7 @@
 // Interface between attention.cpp and the kernels of an instruction set.
 #pragma once
 
+#include "core/ranges.h"
 #include "core/segments.h"
 
 namespace pagedtree::cpu {

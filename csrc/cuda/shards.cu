@@ -2,7 +2,7 @@
 // draws, one CTA per item for residuals.
 #include "core/shard_distributions.h"
 #include "cuda/backend.h"
-#include "cuda/sampling.cuh"
+#include "cuda/logits/sampling.cuh"
 #include "cuda/tile/launch.cuh"
 #include "cuda/verify/rules.cuh"
 

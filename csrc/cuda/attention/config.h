@@ -2,7 +2,7 @@
 #pragma once
 
 #include "core/head_dims.h"
-#include "core/schedule.h"
+#include "core/ranges.h"
 #include "cuda/tile/variants.h"
 
 namespace pagedtree::cuda {

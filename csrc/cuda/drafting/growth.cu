@@ -3,7 +3,7 @@
 #include "cuda/drafting/draw_children.cuh"
 #include "cuda/drafting/expand_top.cuh"
 #include "cuda/drafting/packing.cuh"
-#include "cuda/on_chip.h"
+#include "cuda/logits/on_chip.h"
 #include "cuda/tile/launch.cuh"
 
 namespace pagedtree::cuda {

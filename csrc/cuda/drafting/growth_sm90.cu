@@ -1,7 +1,7 @@
 // expand_tree, law "topk", with rows on chip.
 #include "cuda/drafting/expand_top.cuh"
-#include "cuda/draws_sm90.cuh"
-#include "cuda/on_chip.h"
+#include "cuda/logits/draws_sm90.cuh"
+#include "cuda/logits/on_chip.h"
 
 namespace pagedtree::cuda {
 namespace {

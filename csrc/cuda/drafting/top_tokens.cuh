@@ -3,7 +3,7 @@
 // at least `count` tokens reach, and few others; only threads with such a token read their words again.
 #pragma once
 
-#include "cuda/filters.cuh"
+#include "cuda/logits/filters.cuh"
 
 namespace pagedtree::cuda {
 

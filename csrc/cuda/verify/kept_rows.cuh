@@ -4,8 +4,8 @@
 
 #define PT_WITH_WALKS
 #include "core/verify/table.h"
-#include "cuda/kept_tokens.cuh"
-#include "cuda/on_chip.h"
+#include "cuda/logits/kept_tokens.cuh"
+#include "cuda/logits/on_chip.h"
 #include "cuda/verify/rules.cuh"
 
 namespace pagedtree::cuda {

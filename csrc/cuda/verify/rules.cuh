@@ -4,9 +4,9 @@
 
 #include "core/verify/rules.h"
 #include "core/verify/typical.h"
-#include "cuda/filters.cuh"
-#include "cuda/mass_sums.cuh"
-#include "cuda/options.cuh"
+#include "cuda/logits/filters.cuh"
+#include "cuda/logits/masses.cuh"
+#include "cuda/logits/options.cuh"
 #include "cuda/verify/near_tree.cuh"
 
 namespace pagedtree::cuda {

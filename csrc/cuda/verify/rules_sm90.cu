@@ -1,5 +1,5 @@
 // Rules on lists of kept tokens, with rows on chip.
-#include "cuda/draws_sm90.cuh"
+#include "cuda/logits/draws_sm90.cuh"
 #include "cuda/verify/kept_rows.cuh"
 
 namespace pagedtree::cuda {

@@ -2,9 +2,9 @@
 
 #include "core/verify/tree_walk.h"
 #include "cuda/backend.h"
-#include "cuda/on_chip.h"
-#include "cuda/options.cuh"
-#include "cuda/sampling.cuh"
+#include "cuda/logits/on_chip.h"
+#include "cuda/logits/options.cuh"
+#include "cuda/logits/sampling.cuh"
 #include "cuda/tile/launch.cuh"
 #include "cuda/verify/near_tree.cuh"
 

@@ -1,7 +1,7 @@
 // Walks over rows on chip, one cluster per tree. The first child's row is prefetched while its parent's is processed.
 #include "core/verify/rules.h"
-#include "cuda/draws_sm90.cuh"
-#include "cuda/on_chip.h"
+#include "cuda/logits/draws_sm90.cuh"
+#include "cuda/logits/on_chip.h"
 #include "cuda/verify/near_tree.cuh"
 
 namespace pagedtree::cuda {

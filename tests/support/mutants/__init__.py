@@ -43,12 +43,12 @@ def of_fitting(name: str, file: str, line: str, broken: str) -> Mutant:
 
 
 def of_ways(name: str, file: str, line: str, broken: str) -> Mutant:
-    return Mutant(name, f"cuda/{file}.cuh", line, broken, ("tests/ops/test_sampling_rows.py",), "simt", "simt")
+    return Mutant(name, f"cuda/logits/{file}.cuh", line, broken, ("tests/ops/test_sampling_rows.py",), "simt", "simt")
 
 
 def of_chip(name: str, file: str, line: str, broken: str) -> Mutant:
     only = "verify_sampled and (simt or clusters) or draws_on_chip"
-    return Mutant(name, f"cuda/{file}", line, broken, (CASES, "tests/ops/test_sampling_rows.py"), "simt", only)
+    return Mutant(name, f"cuda/logits/{file}", line, broken, (CASES, "tests/ops/test_sampling_rows.py"), "simt", only)
 
 
 def of_rotary(name: str, file: str, line: str, broken: str, backend: str = "cpu") -> Mutant:
@@ -291,9 +291,9 @@ REQUESTS = [
 ]  # fmt: skip
 
 ON_CHIP = [
-    of_chip("an exchange that is not waited for", "logits_slice.cuh",
+    of_chip("an exchange that is not waited for", "slice.cuh",
             "    ptx::mbar_wait(&shared.exchanged[at], turn >> 1 & 1);\n", ""),
-    of_chip("tokens of other CTAs that are not waited for", "logits_slice.cuh",
+    of_chip("tokens of other CTAs that are not waited for", "slice.cuh",
             "    ptx::mbar_wait(&shared_.gathered, turns_.lists++ & 1u);\n", ""),
     of_chip("a slice mended before it arrived", "draws_sm90.cuh", "    slice_.wait(buffer);\n    uint64_t", "uint64_t"),
 ]  # fmt: skip
@@ -422,7 +422,7 @@ LIMITS = [
 ]  # fmt: skip
 
 TOP = [
-    of_top("NaN that nobody looks at again", "!(best.logit < stored_.largest())", "false", "cuda/logits.cuh"),
+    of_top("NaN that nobody looks at again", "!(best.logit < stored_.largest())", "false", "cuda/logits/reader.cuh"),
     of_top("a threshold that too few tokens reach", "shared.best[count - 1]", "shared.best[count / 2]"),
     of_top("ties that no search looks at", "if (shared.too_many) {", "if (shared.too_many == 2) {"),
     of_top("groups that share threads", "int apart = 1 << bits >> 1;", "int apart = 16;"),

@@ -1,6 +1,6 @@
 // Samples rows on chip, one cluster per row.
-#include "cuda/draws_sm90.cuh"
-#include "cuda/on_chip.h"
+#include "cuda/logits/draws_sm90.cuh"
+#include "cuda/logits/on_chip.h"
 
 namespace pagedtree::cuda {
 namespace {

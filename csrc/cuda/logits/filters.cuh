@@ -1,7 +1,7 @@
 // A row's peak and filter threshold.
 #pragma once
 
-#include "cuda/logits.cuh"
+#include "cuda/logits/reader.cuh"
 #include "cuda/tile/radix.cuh"
 
 namespace pagedtree::cuda {

@@ -3,7 +3,7 @@
 // left to the caller.
 #pragma once
 
-#include "cuda/race.cuh"
+#include "cuda/logits/race.cuh"
 
 namespace pagedtree::cuda {
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "core/noise.h"
-#include "cuda/stored_logits.cuh"
+#include "cuda/logits/stored.cuh"
 #include "cuda/tile/block.cuh"
 #include "cuda/tile/launch.cuh"
 

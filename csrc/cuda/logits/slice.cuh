@@ -2,7 +2,7 @@
 // there. CTAs exchange values by st.async with mbarriers instead of cluster barriers.
 #pragma once
 
-#include "cuda/kept_tokens.cuh"
+#include "cuda/logits/kept_tokens.cuh"
 #include "cuda/tile/ptx_sm90.cuh"
 
 namespace pagedtree::cuda {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "core/verify/rules.h"
-#include "cuda/filters.cuh"
+#include "cuda/logits/filters.cuh"
 
 namespace pagedtree::cuda {
 

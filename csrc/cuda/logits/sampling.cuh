@@ -2,7 +2,7 @@
 // once, afterwards from L2; nothing of its size is written.
 #pragma once
 
-#include "cuda/kept_tokens.cuh"
+#include "cuda/logits/kept_tokens.cuh"
 
 namespace pagedtree::cuda {
 

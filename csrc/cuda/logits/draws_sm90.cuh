@@ -4,8 +4,8 @@
 #include "core/backend.h"
 #include "core/engine.h"
 #include "cuda/engine.h"
-#include "cuda/kept_tokens.cuh"
-#include "cuda/logits_slice.cuh"
+#include "cuda/logits/kept_tokens.cuh"
+#include "cuda/logits/slice.cuh"
 
 namespace pagedtree::cuda {
 

@@ -1,7 +1,7 @@
 // Parts of Gumbel races: noise per word, and a race before the row's peak is known (sampling.cuh).
 #pragma once
 
-#include "cuda/filters.cuh"
+#include "cuda/logits/filters.cuh"
 
 namespace pagedtree::cuda {
 

@@ -1,7 +1,7 @@
 #include "cuda/backend.h"
-#include "cuda/on_chip.h"
-#include "cuda/options.cuh"
-#include "cuda/sampling.cuh"
+#include "cuda/logits/on_chip.h"
+#include "cuda/logits/options.cuh"
+#include "cuda/logits/sampling.cuh"
 #include "cuda/tile/launch.cuh"
 
 namespace pagedtree::cuda {

@@ -2,8 +2,8 @@
 #include "core/logprobs.h"
 #include "cuda/backend.h"
 #include "cuda/drafting/top_tokens.cuh"
-#include "cuda/mass_sums.cuh"
-#include "cuda/options.cuh"
+#include "cuda/logits/masses.cuh"
+#include "cuda/logits/options.cuh"
 #include "cuda/tile/launch.cuh"
 
 namespace pagedtree::cuda {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "core/options.h"
-#include "cuda/logits.cuh"
+#include "cuda/logits/reader.cuh"
 
 namespace pagedtree::cuda {
 
