@@ -383,8 +383,7 @@ Barrier& Machine::named_barrier(unsigned id, unsigned count, const Site& site) {
   return block().barriers[id];
 }
 
-// At barrier 0 (__syncthreads) all threads come from one place. At others some may use barrier_arrive elsewhere, and
-// exit.
+// At barrier 0 (__syncthreads) all threads come from one place. At others some may use barrier_arrive and exit.
 unsigned Machine::barrier(unsigned id, unsigned count, const Site& site, unsigned value) {
   const Unwatched unwatched;
   Barrier& b = named_barrier(id, count, site);

@@ -15,7 +15,6 @@
 namespace pagedtree::ops {
 namespace {
 
-// "64, 96 or 128"
 std::string alternatives(const std::vector<int64_t>& sizes) {
   std::string text;
   for (size_t i = 0; i < sizes.size(); ++i) {

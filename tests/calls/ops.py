@@ -164,7 +164,7 @@ def tree_attention_latent() -> Call:
 
 @valid_call
 def attention_plan_latent() -> Call:
-    sizes = {"num_q_heads": 4, "num_kv_heads": 1, "head_dim": 576, "head_dim_v": 512, "latent": True}
+    sizes = {"num_q_heads": 4, "num_kv_heads": 1, "head_dim": 576, "head_dim_v": 512, "latent": True, "segment": 64}
     return Call(pt.attention_plan, {**attention_plan().arguments, **sizes})
 
 
