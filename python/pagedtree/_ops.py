@@ -51,7 +51,7 @@ for _name in _public_ops():
 
 
 def register_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers a shape function for an op's outputs, preceded by the op's device check.
+    """Registers a shape function for an op's outputs, preceded by the op's device check; it gets arguments by name.
 
     One tensor without values (on "meta") sends the whole call there.
     """
@@ -73,7 +73,7 @@ def register_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any
                     # with the sizes that it is made of.
                     for number in (offset,) if offset.node.expr.is_symbol else (*t.shape, *t.stride(), offset):
                         int(number)
-            return fake(*args, **kwargs)
+            return fake(**values)
 
         torch.library.register_fake(f"pagedtree::{name}", checked, lib=new_library(f"fake {name}"))
         return fake

@@ -274,28 +274,20 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     return call(ops.merge_states, out_a, lse_a, out_b, lse_b)
 
 
-@register_fake("tree_attention")
-def _tree_attention_fake(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, *args: object, **kwargs: object
-) -> tuple[Tensor, Tensor]:
-    return q.new_empty((*q.shape[:2], v_cache.shape[-1])), q.new_empty(q.shape[:2], dtype=torch.float32)
-
-
-register_fake("tree_attention.out")(lambda *args, **kwargs: None)
-
-
-@register_fake("tree_attention.without_lse")
-def _tree_attention_without_lse_fake(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, *args: object, **kwargs: object
-) -> Tensor:
+def _empty_out(q: Tensor, v_cache: Tensor, **others: object) -> Tensor:
     return q.new_empty((*q.shape[:2], v_cache.shape[-1]))
 
 
-@register_fake("attention_plan")
-def _attention_plan_fake(seq_lens: Tensor, *args: object, segment: int | None = None, **kwargs: object) -> Tensor:
-    return seq_lens.new_empty((PLAN_SIZE + (0 if segment is None else segment // 64),))
-
-
-@register_fake("merge_states")
-def _merge_states_fake(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
+register_fake("tree_attention")(
+    lambda q, v_cache, **others: (_empty_out(q, v_cache), q.new_empty(q.shape[:2], dtype=torch.float32))
+)
+register_fake("tree_attention.out")(lambda **others: None)
+register_fake("tree_attention.without_lse")(_empty_out)
+register_fake("attention_plan")(
+    lambda seq_lens, segment=None, **others: seq_lens.new_empty(
+        (PLAN_SIZE + (0 if segment is None else segment // 64),)
+    )
+)
+register_fake("merge_states")(
+    lambda out_a, lse_a, **others: (out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape))
+)

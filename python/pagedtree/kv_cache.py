@@ -238,24 +238,8 @@ class PreparedCompaction:
 _compact, _prepare_compaction = ops._compact.default, ops._prepare_compaction.default
 
 
-@register_fake("slot_mapping")
-def _slot_mapping_fake(
-    page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, page_size: int, *, total_q: int
-) -> Tensor:
-    return page_table.new_empty((total_q,), dtype=torch.int64)
-
-
-@register_fake("rope_append")
-def _rope_append_fake(q: Tensor, *args: object, **kwargs: object) -> Tensor:
-    return q.new_empty(q.shape)
-
-
+register_fake("slot_mapping")(lambda page_table, total_q, **others: page_table.new_empty((total_q,), dtype=torch.int64))
+register_fake("rope_append")(lambda q, **others: q.new_empty(q.shape))
+register_fake("compact_kv")(lambda start, **others: torch.empty_like(start))
 for _name in ("append_kv", "rope_append.out"):
-    register_fake(_name)(lambda *args, **kwargs: None)
-
-
-@register_fake("compact_kv")
-def _compact_kv_fake(
-    caches: Sequence[Tensor], page_table: Tensor, start: Tensor, accept_index: Tensor, num_accepted: Tensor
-) -> Tensor:
-    return torch.empty_like(start)
+    register_fake(_name)(lambda **others: None)

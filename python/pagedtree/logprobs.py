@@ -68,17 +68,7 @@ def token_logprobs(
 
 
 @register_fake("token_logprobs")
-def _token_logprobs_fake(
-    logits: Tensor, tokens: Tensor, *, top_n: int = 0, **others: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    size = tokens.shape[0]
-
-    def empty(*shape: int, dtype: torch.dtype) -> Tensor:
-        return logits.new_empty(shape, dtype=dtype)
-
-    return (
-        empty(size, dtype=torch.float32),
-        empty(size, dtype=torch.int64),
-        empty(size, top_n, dtype=torch.int64),
-        empty(size, top_n, dtype=torch.float32),
-    )
+def _token_logprobs_fake(logits: Tensor, tokens: Tensor, top_n: int = 0, **others: Any) -> tuple[Tensor, ...]:
+    one, top = (tokens.shape[0],), (tokens.shape[0], top_n)
+    outputs = (one, torch.float32), (one, torch.int64), (top, torch.int64), (top, torch.float32)
+    return tuple(logits.new_empty(shape, dtype=dtype) for shape, dtype in outputs)

@@ -189,15 +189,7 @@ def _rows(trees: TreeBatch | None, cu_seqlens: Tensor | None) -> tuple[tuple[Ten
     return (trees.cu_nodes, trees.parents, trees.depths), {"max_nodes": trees.max_nodes, "cu_seqlens": cu_seqlens}
 
 
-@register_fake("tree_delta_rule")
-def _tree_delta_rule_fake(q: Tensor, k: Tensor, v: Tensor, *args: object, **kwargs: object) -> Tensor:
-    return v.new_empty(v.shape)
-
-
-@register_fake("tree_conv1d")
-def _tree_conv1d_fake(x: Tensor, *args: object, **kwargs: object) -> Tensor:
-    return x.new_empty(x.shape)
-
-
+register_fake("tree_delta_rule")(lambda v, **others: v.new_empty(v.shape))
+register_fake("tree_conv1d")(lambda x, **others: x.new_empty(x.shape))
 for _name in ("advance_state", "advance_conv"):
-    register_fake(_name)(lambda *args, **kwargs: None)
+    register_fake(_name)(lambda **others: None)

@@ -75,6 +75,4 @@ def sample(
     )
 
 
-@register_fake("sample")
-def _sample_fake(logits: Tensor, *args: object, **kwargs: object) -> Tensor:
-    return logits.new_empty((logits.shape[0],), dtype=torch.int64)
+register_fake("sample")(lambda logits, **others: logits.new_empty((logits.shape[0],), dtype=torch.int64))

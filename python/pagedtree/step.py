@@ -153,23 +153,14 @@ def commit(
 
 
 @register_fake("prepare_step")
-def _prepare_step_fake(
-    cu_nodes: Tensor, depths: Tensor, page_table: Tensor, start: Tensor, page_size: int, *, total_q: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _prepare_step_fake(cu_nodes: Tensor, start: Tensor, total_q: int, **others: object) -> tuple[Tensor, ...]:
     rows = cu_nodes.new_empty((total_q,), dtype=torch.int64)
     return rows, torch.empty_like(start), torch.empty_like(cu_nodes), torch.empty_like(rows)
 
 
 @register_fake("commit")
 def _commit_fake(
-    accept_index: Tensor,
-    num_accepted: Tensor,
-    tokens: Tensor,
-    cu_nodes: Tensor,
-    start: Tensor,
-    *,
-    node_map: Tensor | None = None,
-    **kwargs: object,
+    accept_index: Tensor, start: Tensor, node_map: Tensor | None = None, **others: object
 ) -> tuple[Tensor, ...]:
     batch, width = accept_index.shape
     mapped = 0 if node_map is None else batch

@@ -427,14 +427,7 @@ def _mask_words_fake(mask: Tensor, cu_nodes: Tensor | None = None, *, max_nodes:
 
 
 @register_fake("build_trees")
-def _build_trees_fake(
-    parents: Tensor, cu_nodes: Tensor, *, max_nodes: int, max_depth: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    words = (max_nodes + 31) // 32
-    return (
-        torch.empty_like(parents),
-        torch.empty_like(parents),
-        torch.empty_like(parents),
-        parents.new_empty((parents.shape[0], words)),
-        parents.new_empty((cu_nodes.shape[0] - 1,), dtype=torch.bool),
-    )
+def _build_trees_fake(parents: Tensor, cu_nodes: Tensor, max_nodes: int, **others: object) -> tuple[Tensor, ...]:
+    mask = parents.new_empty((parents.shape[0], (max_nodes + 31) // 32))
+    valid = parents.new_empty((cu_nodes.shape[0] - 1,), dtype=torch.bool)
+    return *(torch.empty_like(parents) for _ in range(3)), mask, valid

@@ -436,32 +436,12 @@ def _verify(
     return Verdict(*call(getattr(ops, op), rows, draft, *fields, trees.max_nodes, trees.max_depth, *sampling, **given))
 
 
-def empty_verdict(logits: Tensor, cu_nodes: Tensor, max_depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def empty_verdict(cu_nodes: Tensor, max_depth: int, **others: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns a verify op's outputs uninitialised."""
     batch = cu_nodes.shape[0] - 1
-    return (
-        logits.new_empty((batch, max_depth + 1), dtype=torch.int32),
-        logits.new_empty((batch,), dtype=torch.int32),
-        logits.new_empty((batch, max_depth + 1), dtype=torch.int64),
-        logits.new_empty((batch,), dtype=torch.int32),
-    )
-
-
-def _fake(
-    logits: Tensor,
-    draft_tokens: Tensor,
-    cu_nodes: Tensor,
-    depths: Tensor,
-    first_child: Tensor,
-    next_sibling: Tensor,
-    valid: Tensor,
-    max_nodes: int,
-    max_depth: int,
-    *others: Any,
-    **options: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return empty_verdict(logits, cu_nodes, max_depth)
+    nodes, count = cu_nodes.new_empty((batch, max_depth + 1)), cu_nodes.new_empty((batch,))
+    return nodes, count, torch.empty_like(nodes, dtype=torch.int64), torch.empty_like(count)
 
 
 for _name in (name for name in __all__ if name.startswith("verify_")):
-    register_fake(_name)(_fake)
+    register_fake(_name)(empty_verdict)

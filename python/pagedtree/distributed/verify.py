@@ -311,47 +311,11 @@ def _max_children(trees: TreeBatch) -> int:
     return min(count, trees.max_nodes - 1)  # malformed trees may name more
 
 
-@register_fake("step_shards")
-def _step_shards_fake(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
-@register_fake("weigh_shards")
-def _weigh_shards_fake(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
-@register_fake("follow_shards")
-def _follow_shards_fake(
-    rows: Tensor,
-    received: Tensor,
-    draft_tokens: Tensor,
-    cu_nodes: Tensor,
-    depths: Tensor,
-    first_child: Tensor,
-    next_sibling: Tensor,
-    valid: Tensor,
-    max_nodes: int,
-    max_depth: int,
-    **others: Any,
-) -> tuple[Tensor, ...]:
-    return empty_verdict(rows, cu_nodes, max_depth)
+for _name in ("step_shards", "weigh_shards"):
+    register_fake(_name)(lambda **others: None)
+register_fake("follow_shards")(empty_verdict)
 
 
 @register_fake("walk_shards")
-def _walk_shards_fake(
-    rows: Tensor,
-    left: Tensor,
-    masses: Tensor,
-    received: Tensor,
-    draft_tokens: Tensor,
-    cu_nodes: Tensor,
-    depths: Tensor,
-    first_child: Tensor,
-    next_sibling: Tensor,
-    valid: Tensor,
-    max_nodes: int,
-    max_depth: int,
-    **others: Any,
-) -> tuple[Tensor, ...]:
-    return (*empty_verdict(rows, cu_nodes, max_depth), rows.new_empty((cu_nodes.shape[0] - 1, END_WORDS)))
+def _walk_shards_fake(rows: Tensor, cu_nodes: Tensor, max_depth: int, **others: Any) -> tuple[Tensor, ...]:
+    return (*empty_verdict(cu_nodes, max_depth), rows.new_empty((cu_nodes.shape[0] - 1, END_WORDS)))

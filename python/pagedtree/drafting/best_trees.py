@@ -125,28 +125,14 @@ def _empty_trees(anchor: Tensor, batch: int, rows: int, max_nodes: int) -> tuple
 
 
 @register_fake("best_first_tree")
-def _best_first_tree_fake(log_probs: Tensor, tokens: Tensor, root_tokens: Tensor, num_nodes: int) -> tuple[Tensor, ...]:
+def _best_first_tree_fake(log_probs: Tensor, tokens: Tensor, num_nodes: int, **others: object) -> tuple[Tensor, ...]:
     batch = log_probs.shape[0]
-    rows = (batch * num_nodes,)
-    return (
-        tokens.new_empty(rows),
-        log_probs.new_empty(rows),
-        *_empty_trees(tokens, batch, batch * num_nodes, num_nodes),
-    )
+    rows = batch * num_nodes
+    return (tokens.new_empty((rows,)), log_probs.new_empty((rows,)), *_empty_trees(tokens, batch, rows, num_nodes))
 
 
 @register_fake("select_nodes")
-def _select_nodes_fake(
-    cu_nodes: Tensor,
-    parents: Tensor,
-    depths: Tensor,
-    valid: Tensor,
-    survival: Tensor,
-    budget: int,
-    *,
-    max_nodes: int,
-    **kwargs: object,
-) -> tuple[Tensor, ...]:
+def _select_nodes_fake(cu_nodes: Tensor, budget: int, max_nodes: int, **others: object) -> tuple[Tensor, ...]:
     batch = cu_nodes.shape[0] - 1
     capacity = max(budget, batch)
     return (*_empty_trees(cu_nodes, batch, capacity, max_nodes), cu_nodes.new_empty((capacity,)))

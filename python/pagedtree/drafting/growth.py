@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -291,38 +292,20 @@ def rerank_tree(state: DraftState, num_nodes: int, *, active: Tensor | None = No
 
 @register_fake("expand_tree")
 def _expand_tree_fake(
-    tokens: Tensor,
-    parents: Tensor,
-    scores: Tensor,
-    kv_index: Tensor,
-    frontier: Tensor,
-    mask: Tensor,
-    logits: Tensor,
-    *,
-    num_children: int,
-    num_frontier: int,
-    law: str = "topk",
-    **kwargs: object,
+    frontier: Tensor, mask: Tensor, logits: Tensor, num_children: int, num_frontier: int, law: str = "topk", **of: Any
 ) -> tuple[Tensor, ...]:
-    batch = tokens.shape[0]
-    shape = (batch, tokens.shape[1] + frontier.shape[1] * num_children)
+    batch, size = of["tokens"].shape
+    shape = (batch, size + frontier.shape[1] * num_children)
     return (
-        *(old.new_empty(shape) for old in (tokens, parents, scores, kv_index)),
+        *(of[name].new_empty(shape) for name in ("tokens", "parents", "scores", "kv_index")),
         frontier.new_empty((batch, num_frontier)),
         mask.new_empty((batch * num_frontier, mask.shape[1])),
-        scores.new_empty((0 if law == "topk" else logits.shape[0], logits.shape[1])),
+        of["scores"].new_empty((0 if law == "topk" else logits.shape[0], logits.shape[1])),
     )
 
 
 @register_fake("rerank_tree")
-def _rerank_tree_fake(
-    tokens: Tensor, parents: Tensor, *args: object, num_nodes: int, **kwargs: object
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _rerank_tree_fake(tokens: Tensor, parents: Tensor, num_nodes: int, **others: object) -> tuple[Tensor, ...]:
     batch = tokens.shape[0]
-    rows = batch * num_nodes
-    return (
-        tokens.new_empty((rows,)),
-        parents.new_empty((rows,)),
-        parents.new_empty((batch + 1,)),
-        parents.new_empty((rows,)),
-    )
+    rows = (batch * num_nodes,)
+    return tokens.new_empty(rows), *(parents.new_empty(shape) for shape in (rows, (batch + 1,), rows))

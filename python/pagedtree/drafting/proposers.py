@@ -184,25 +184,19 @@ def medusa_propose(
     return Draft(draft_tokens, build_trees(all_parents, cu_nodes, max_nodes=tree.num_nodes, max_depth=tree.max_depth))
 
 
+def _empty_drafts(ints: Tensor, batch: int, nodes: int) -> tuple[Tensor, ...]:
+    """Returns draft_tokens, parents and cu_nodes uninitialised."""
+    rows = (batch * nodes,)
+    return ints.new_empty(rows, dtype=torch.int64), ints.new_empty(rows), ints.new_empty((batch + 1,))
+
+
 @register_fake("ngram_propose")
 def _ngram_propose_fake(
-    history: Tensor, history_lens: Tensor, *, max_nodes: int, history_rows: Tensor | None = None, **kwargs: object
-) -> tuple[Tensor, Tensor, Tensor]:
-    batch = (history if history_rows is None else history_rows).shape[0]
-    return (
-        history.new_empty((batch * max_nodes,)),
-        history_lens.new_empty((batch * max_nodes,)),
-        history_lens.new_empty((batch + 1,)),
-    )
+    history: Tensor, history_lens: Tensor, max_nodes: int, history_rows: Tensor | None = None, **others: object
+) -> tuple[Tensor, ...]:
+    return _empty_drafts(history_lens, (history if history_rows is None else history_rows).shape[0], max_nodes)
 
 
-@register_fake("medusa_propose")
-def _medusa_propose_fake(
-    head_logits: Tensor, parents: Tensor, *args: object, **kwargs: object
-) -> tuple[Tensor, Tensor, Tensor]:
-    batch = head_logits.shape[0]
-    return (
-        head_logits.new_empty((batch * parents.shape[0],), dtype=torch.int64),
-        parents.new_empty((batch * parents.shape[0],)),
-        parents.new_empty((batch + 1,)),
-    )
+register_fake("medusa_propose")(
+    lambda head_logits, parents, **others: _empty_drafts(parents, head_logits.shape[0], parents.shape[0])
+)
