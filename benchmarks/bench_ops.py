@@ -105,7 +105,6 @@ def main() -> int:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--backend", choices=["cpu", "simt", "cuda"], help="simt: the GPU's kernels, on the device cpu")
     parser.add_argument("--ops", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument("--without", nargs="+", choices=names, default=[], metavar="NAME", help="all ops but these")
     parser.add_argument("--axes", nargs="*", metavar="KEY", help="sweep these keys only; none: no sweeps")
     parser.add_argument("--shapes", nargs="+", metavar="KEY=VALUE,...", help="all combinations, in place of the sweeps")
     parser.add_argument("--peers", nargs="*", metavar="NAME", help="those whose names contain one of these; none: none")
@@ -117,9 +116,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="tell the points and peers, measure nothing")
     parser.add_argument("--seconds", type=float, help="a point's budget (default 4; quick: 0.5)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--cpu-time", action="store_true", help="not the clock's: where others use the cores; 1 thread")
     parser.add_argument("--json", help="default benchmarks/results/ops_ISA.json for all points, else build/bench.json")
-    parser.add_argument("--processes", action="store_true", help="each op in a process of its own; always on a GPU")
     parser.add_argument("--together", action="store_true", help="one process for all ops, and another where it dies")
     parser.add_argument(
         "--row-limit", type=float, default=120.0, help="seconds of a row in such a process (%(default)s)"
@@ -127,11 +124,7 @@ def main() -> int:
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--first", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.cpu_time and (args.threads != 1 or args.device != "cpu"):
-        parser.error("--cpu-time is for one thread of the device cpu: --threads 1")
-    args.processes |= args.device == "cuda" or args.together
     args.backend = args.backend or args.device
-    args.ops = [name for name in args.ops if name not in args.without]
     chosen = chosen_points(args)
     if args.list:
         for point in chosen:
@@ -154,7 +147,7 @@ def main() -> int:
     # Small headline rows must not pass for measurements.
     benchmark = "rehearsal" if is_rehearsal(args) else f"ops_{variant}"
     results = Results.start(Path(target), benchmark, facts_of(args))
-    if args.processes:
+    if args.device == "cuda" or args.together:
         run_apart(chosen, results, Path(__file__), sys.argv[1:], together=args.together)
     else:
         measure_all(chosen, results, args)
@@ -221,7 +214,6 @@ def measure_all(chosen: Sequence[Point], results: Results, args: argparse.Namesp
         args.peers,
         min_repeats=3 if args.quick else 5,
         without_compiled=args.headline or args.device == "cuda",
-        cpu_time=args.cpu_time,
         is_rehearsal=is_rehearsal(args),
     )
     row_limit = args.row_limit if args.into else None

@@ -37,26 +37,17 @@ class Timing:
 
 
 def interleaved(
-    candidates: dict[str, Callable[[int], object]],
-    *,
-    budget: float,
-    min_repeats: int = 5,
-    clock: Callable[[], float] = time.perf_counter,
+    candidates: dict[str, Callable[[int], object]], *, budget: float, min_repeats: int = 5
 ) -> dict[str, Timing]:
     """Times candidates in turn for `budget` seconds, so slow spells of the machine affect all alike.
 
     A candidate gets the repeat's number, which selects a copy of its data that no cache holds.
-    clock: `time.process_time` excludes other programs.
     """
-
-    def timed(call: Callable[[int], object], repeat: int) -> float:
-        begin = clock()
-        call(repeat)
-        return clock() - begin
-
     for call in candidates.values():
         call(0)  # warm-up: allocations, compilation
-    samples = {name: lambda repeat, call=call: timed(call, repeat) for name, call in candidates.items()}
+    samples = {
+        name: lambda repeat, call=call: seconds_of(lambda: call(repeat), CPU) for name, call in candidates.items()
+    }
     return _in_turn(samples, budget, min_repeats)
 
 
@@ -123,10 +114,14 @@ def captured(name: str, calls: Callable[[], object]) -> Callable[[], object]:
 def seconds_behind_head_start(sample: Callable[[], object]) -> float:
     """Keeps the GPU busy until the host has queued the events and the replay: otherwise the time includes some
     microseconds of launch."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(HEAD_START)
+    return seconds_on_gpu(sample)
+
+
+def seconds_on_gpu(call: Callable[[], object]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
-    sample()
+    call()
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / 1e3
@@ -192,13 +187,8 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
         begin = time.perf_counter()
         call()
         return time.perf_counter() - begin
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    begin.record()
-    call()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3
+    return seconds_on_gpu(call)
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int:

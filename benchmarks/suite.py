@@ -209,7 +209,6 @@ def points(op: Op, axes: Iterable[str] | None = None, given: dict[str, list[Any]
 class Settings:
     """bandwidth, flop_rate: the device's bytes and flops per second, measured in this run.
 
-    cpu_time: seconds of the process, for one thread on a machine with other programs.
     peers: names, or parts of them; None: all. without_compiled: omits peers that compile.
     is_rehearsal: small headline rows, whose memory does not matter.
     """
@@ -221,7 +220,6 @@ class Settings:
     peers: list[str] | None = None
     min_repeats: int = 5
     without_compiled: bool = False
-    cpu_time: bool = False
     is_rehearsal: bool = False
 
     def wants(self, peer: Peer, point: Point) -> str | None:
@@ -309,9 +307,8 @@ def timed(
     options = {"budget": settings.seconds, "min_repeats": settings.min_repeats}
     planning = {"budget": settings.seconds / 4, "min_repeats": 3}
     if settings.device.type != "cuda":
-        clock = time.process_time if settings.cpu_time else time.perf_counter
         planned = {peer.name: plan for peer, plan in plans.items()}
-        return interleaved(runs, clock=clock, **options), interleaved(planned, **planning) if plans else {}
+        return interleaved(runs, **options), interleaved(planned, **planning) if plans else {}
     timings = interleaved_on_gpu(runs, copies=problem.copies, eager=eager, **options)
     on_device = {peer.name: plan for peer, plan in plans.items() if peer.plans_on_device}
     # Other plans include work of the host: timed by its clock until the device is done.

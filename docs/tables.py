@@ -51,15 +51,11 @@ def op_name(row: Row) -> str:
     return f"`{row['op']}`"
 
 
-def threads_of(machine: dict[str, Any]) -> str:
-    return f"{machine['threads']} thread{'s' * (machine['threads'] != 1)}"
-
-
 def machine_line(machine: dict[str, Any], name: str) -> str:
-    unit = " (CPU time)" * bool(machine.get("arguments") and machine["arguments"].get("cpu_time"))
+    threads = f"{machine['threads']} thread{'s' * (machine['threads'] != 1)}"
     return (
-        f"{machine['processor']}, {threads_of(machine)}{unit}, torch {machine['torch']}, {machine['date']},"
-        f" commit {machine['commit']}, load {machine['load']:.1f} (`{name}.json`)."
+        f"{machine['processor']}, {threads}, torch {machine['torch']}, {machine['date']}, commit {machine['commit']},"
+        f" load {machine['load']:.1f} (`{name}.json`)."
     )
 
 
