@@ -8,6 +8,8 @@ from torch import Tensor
 
 from pagedtree.bits import unpacked
 
+__all__ = ["merge_states", "tree_attention", "visible_keys"]
+
 
 def visible_keys(seq_len: int, n: int, tree_len: int, words: Tensor | None, window: int) -> Tensor:
     """Returns bool [n, seq_len], the keys visible to n queries; words int32 [n, W], causal if tree_len < 0."""

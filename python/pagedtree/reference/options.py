@@ -15,6 +15,8 @@ from pagedtree.options import RequestOptions
 from pagedtree.sampling_params import SamplingParams
 from pagedtree.tree import TreeBatch
 
+__all__ = ["apply_options"]
+
 
 def apply_options(
     logits: Tensor,

@@ -6,10 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Use ids of draws: the last word of the Philox counter.
-GUMBEL = 0
+__all__ = ["GUMBEL", "OTHERS", "clean_logits", "distribution", "draft_use", "gumbel_noise", "philox4x32"]
+__all__ += ["random_words", "sample_row"]
 
-DRAFT = 3
+# Use ids of draws: the last word of the Philox counter.
+GUMBEL, DRAFT = 0, 3
 # A bit of the use of words that belong to the tokens of a group of noise but its first.
 OTHERS = 0x80
 
