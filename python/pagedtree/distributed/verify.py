@@ -54,8 +54,8 @@ def sample_shards(
 ) -> Tensor:
     """`pagedtree.sample` on vocabulary shards."""
     masked = grammar_mask is not None
-    _agree("sample", shards, logits, params, options=options, seeds=seeds, positions=positions, masked=masked)
-    words = _Rows(shards, logits, params, grammar_mask, options=options, positions=positions).find_winners(seeds)
+    _agree("sample", shards, logits, params, options, seeds=seeds, positions=positions, masked=masked)
+    words = _Rows(shards, logits, params, grammar_mask, options, positions).find_winners(seeds)
     return ~words[:, 0] & 0xFFFFFFFF
 
 
@@ -80,27 +80,25 @@ def verify_shards(
         raise ValueError(f"{op}: `draft_params` must be None with shards, got {type(draft_params).__name__}")
     if probs is not None:
         expect_type("draft_probs", probs, Tensor)
+    paths = {"draft_tokens": draft_tokens, "draft_to_target": draft_to_target}
     compared = given if probs is None else given | {"draft_probs": (probs.shape[0], probs.dtype)}
-    _agree(
-        op, shards, logits, params, trees, draft_tokens, draft_to_target, options, **compared, tokens_left=tokens_left,
-        masked=grammar_mask is not None,
-    )  # fmt: skip
+    compared = {**paths, **compared, "tokens_left": tokens_left, "masked": grammar_mask is not None}
+    _agree(op, shards, logits, params, options, trees, **compared)
     if max_children is not None:
         expect_type("max_children", max_children, int)
         if not 0 <= max_children < MAX_NODES:
             raise ValueError(f"{op}: `max_children` must be in 0..{MAX_NODES - 1}, got {max_children}")
-    positions = given.get("positions")
-    rows = _Rows(
-        shards, logits, params or GREEDY, grammar_mask, trees, draft_tokens, draft_to_target, options, positions
-    )
+    rows = _Rows(shards, logits, params or GREEDY, grammar_mask, options, given.get("positions"), trees, **paths)
     if rule != "rejection":
-        return rows.follow(rows.find_winners(given.get("seeds")), draft_tokens, draft_to_target, tokens_left)
+        words = rows.find_winners(given.get("seeds"))
+        kept = {"last": rows.last, "vocab": shards.vocab, "draft_to_target": draft_to_target}
+        return Verdict(*call(ops.follow_shards, rows.rows, words, *rows.drafts(), **kept, tokens_left=tokens_left))
     rows.find_distributions()
     if probs is not None and probs.ndim == 2 and probs.shape[1] == shards.vocab:
         probs = shards.own(probs)
     # Residuals depend on no coin: the ranks compute them for all nodes at once, then each walks alone.
     drafts = {"draft_law": given["draft_law"], "draft_to_target": draft_to_target}
-    weighed = _Weighed(rows, draft_tokens, drafts, {"draft_probs": probs, "draft_rows": given["draft_rows"]})
+    weighed = _Weighed(rows, drafts, {"draft_probs": probs, "draft_rows": given["draft_rows"]})
     chance = {name: given[name] for name in ("seeds", "positions", "coins", "final_coins")}
     return weighed.verify(max_children, tokens_left=tokens_left, **chance)
 
@@ -110,10 +108,8 @@ def _agree(
     shards: VocabShards,
     logits: Tensor,
     params: SamplingParams | None,
+    options: RequestOptions | None,
     trees: TreeBatch | None = None,
-    draft_tokens: Tensor | None = None,
-    draft_to_target: Tensor | None = None,
-    options: RequestOptions | None = None,
     **others: Any,
 ) -> None:
     """Refuses arguments that differ between ranks."""
@@ -131,7 +127,6 @@ def _agree(
             for name, value in (options or RequestOptions()).tensors().items()
         }
     if trees is not None:
-        arguments |= {"draft_tokens": draft_tokens, "draft_to_target": draft_to_target}
         arguments["trees"] = (trees.max_nodes, trees.max_depth)
         arguments |= {name: getattr(trees, name) for name in ("cu_nodes", "first_child", "next_sibling")}
     try:
@@ -155,11 +150,10 @@ class _Rows:
         logits: Tensor,
         params: SamplingParams,
         grammar_mask: Tensor | None,
+        options: RequestOptions | None,
+        positions: Tensor | None,
         trees: TreeBatch | None = None,
-        draft_tokens: Tensor | None = None,
-        draft_to_target: Tensor | None = None,
-        options: RequestOptions | None = None,
-        positions: Tensor | None = None,
+        **paths: Tensor | None,
     ) -> None:
         self.shards, self.logits, self.params, self.trees, self.mask = shards, logits, params, trees, grammar_mask
         self.num_rows = logits.shape[0]
@@ -173,69 +167,42 @@ class _Rows:
         self.has_options = any(name in self.asked for name in CHANGES_LOGITS)
         self.has_stops = "stop_ids" in self.asked
         self.positions = positions
-        self.paths = {} if trees is None else {
-            "draft_tokens": draft_tokens, "draft_to_target": draft_to_target, "parents": trees.parents,
-        }  # fmt: skip
-        self.part = {
-            "rank": shards.rank,
-            "num_ranks": shards.num_ranks,
-            "first_token": shards.first_token,
-            "vocab": shards.vocab,
-        }
+        self.paths = paths if trees is None else {**paths, "parents": trees.parents}
+        self.part = {name: getattr(shards, name) for name in ("rank", "num_ranks", "first_token", "vocab")}
 
     def find_distributions(self) -> None:
         """Finds the peaks, and the filters' thresholds where a filter may be on."""
         params, vocab = self.params, self.shards.vocab
         if self.has_stops:
-            self._exchange(Round.LEFT)
-        self._exchange(Round.PEAK)
+            self.exchange(Round.LEFT)
+        self.exchange(Round.PEAK)
         if self.is_greedy:
             return
         digits = range(num_digits(torch.float32 if self.has_options else self.logits.dtype))
         if isinstance(params.top_k, Tensor) or 0 < params.top_k < vocab:
             for digit in digits:
-                self._exchange(Round.COUNT, digit)
+                self.exchange(Round.COUNT, digit)
         if isinstance(params.top_p, Tensor) or params.top_p < 1.0:
             for digit in digits:
-                self._exchange(Round.MASS, digit)
-            self._exchange(Round.TIES)
+                self.exchange(Round.MASS, digit)
+            self.exchange(Round.TIES)
 
     def find_winners(self, seeds: Tensor | None = None) -> Tensor:
         """Returns the words whose first one names each row's token."""
         self.find_distributions()
         if not self.is_greedy:
-            self._exchange(Round.RACE, seeds=seeds)
+            self.exchange(Round.RACE, seeds=seeds)
         assert self.received is not None
         return self.received
 
-    def learn(self) -> None:
-        self._exchange(Round.LEARN)
-
-    def follow(
-        self, words: Tensor, draft_tokens: Tensor, draft_to_target: Tensor | None, tokens_left: Tensor | None
-    ) -> Verdict:
-        return Verdict(
-            *call(
-                ops.follow_shards,
-                self.rows,
-                words,
-                *self.tree_arguments(draft_tokens),
-                last=self.last,
-                vocab=self.shards.vocab,
-                draft_to_target=draft_to_target,
-                tokens_left=tokens_left,
-            )
-        )
-
-    def tree_arguments(self, draft_tokens: Tensor) -> tuple[Any, ...]:
+    def drafts(self) -> tuple[Any, ...]:
+        """Returns the drafts and their trees, as ops take them."""
         trees = self.trees
         assert trees is not None
-        return (
-            draft_tokens, trees.cu_nodes, trees.depths, trees.first_child, trees.next_sibling, trees.valid,
-            trees.max_nodes, trees.max_depth,
-        )  # fmt: skip
+        links = (trees.cu_nodes, trees.depths, trees.first_child, trees.next_sibling, trees.valid)
+        return self.paths["draft_tokens"], *links, trees.max_nodes, trees.max_depth
 
-    def _exchange(self, round_: Round, digit: int = 0, seeds: Tensor | None = None) -> None:
+    def exchange(self, round_: Round, digit: int = 0, seeds: Tensor | None = None) -> None:
         words = self.logits.new_zeros((self.num_rows, round_.words), dtype=torch.int64)
         trees = {} if self.trees is None else {"cu_nodes": self.trees.cu_nodes, "depths": self.trees.depths}
         call(
@@ -259,10 +226,10 @@ class _Rows:
 class _Weighed:
     """Drafts weighed against the distributions of their rows."""
 
-    def __init__(self, rows: _Rows, draft_tokens: Tensor, drafts: dict[str, Any], known: dict[str, Any]) -> None:
-        rows.learn()
+    def __init__(self, rows: _Rows, drafts: dict[str, Any], known: dict[str, Any]) -> None:
+        rows.exchange(Round.LEARN)
         self.rows, self.drafts, self.known = rows, drafts, known
-        self.trees = rows.tree_arguments(draft_tokens)
+        self.trees = rows.drafts()
         self.left = rows.logits.new_zeros((rows.num_rows, LEFT_WORDS), dtype=torch.int64)
 
     def verify(self, max_children: int | None, **streams: Tensor | None) -> Verdict:
