@@ -30,10 +30,6 @@ RULES = {
 }
 
 
-def state_bytes(shape: Shape) -> int:
-    return 4 * shape["batch"] * shape["value_heads"] * shape["head_dim"] ** 2
-
-
 class Step(Problem):
     """Equal trees. Each way has `copies` states, so that no cache holds another way's."""
 
@@ -180,7 +176,8 @@ def by_transformers(suffix: str = "", like: Peer | None = None) -> list[Peer]:
 def memory_of(shape: Shape) -> int:
     """Counts copies of states, one per node, and transformers' chunks of 64 tokens, where channel decays have a number
     for each channel of a pair."""
-    nodes, states = shape["tokens"] if "tokens" in shape else nodes_of(shape["tree"]), state_bytes(shape)
+    nodes = shape["tokens"] if "tokens" in shape else nodes_of(shape["tree"])
+    states = 4 * shape["batch"] * shape["value_heads"] * shape["head_dim"] ** 2
     tokens = shape["batch"] * shape["value_heads"] * (nodes + 63) * shape["head_dim"]
     behind = 0 if "tokens" in shape else nodes
     numbers = 64 * 5 if shape["rule"] == "kimi delta" else 40

@@ -100,16 +100,11 @@ def _expectation(case: Case, place: Place) -> tuple[str, Callable[[], Results]]:
         with environment("PAGEDTREE_CPU_ISA", PORTABLE):
             return case.run(CPU)
 
-    if _active_isa() == PORTABLE:
-        raise NotApplicable("this row compares with the portable instruction set, which is the active one here")
-    return "the portable instruction set", on_cpu(portably)
-
-
-def _active_isa() -> str:
     from pagedtree import _C  # the ops do without it
 
-    active: str = _C.active_isa()
-    return active
+    if _C.active_isa() == PORTABLE:
+        raise NotApplicable("this row compares with the portable instruction set, which is the active one here")
+    return "the portable instruction set", on_cpu(portably)
 
 
 def context_is_lost(place: Place) -> bool:

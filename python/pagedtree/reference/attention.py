@@ -47,22 +47,11 @@ def _rows_of(cache: Tensor, page_ids: Tensor, is_read: Tensor) -> Tensor:
 
 
 def tree_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    tree_mask: Tensor | None = None,
-    *,
-    tree_lens: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    window: int = 0,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor,
+    tree_mask: Tensor | None = None, *, tree_lens: Tensor | None = None, scale: float | None = None,
+    softcap: float = 0.0, window: int = 0, sinks: Tensor | None = None, k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns (out, lse) of `pagedtree.tree_attention` in float64, clamping of bad values included."""
     num_tokens, num_heads, head_dim = q.shape
     _, page_size, num_kv_heads, head_dim_v = v_cache.shape

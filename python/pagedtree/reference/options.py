@@ -19,16 +19,10 @@ __all__ = ["apply_options"]
 
 
 def apply_options(
-    logits: Tensor,
-    params: SamplingParams,
-    options: RequestOptions | None,
-    *,
-    trees: TreeBatch | None = None,
-    draft_tokens: Tensor | None = None,
-    positions: Tensor | None = None,
-    grammar_mask: Tensor | None = None,
+    logits: Tensor, params: SamplingParams, options: RequestOptions | None, *, trees: TreeBatch | None = None,
+    draft_tokens: Tensor | None = None, positions: Tensor | None = None, grammar_mask: Tensor | None = None,
     draft_to_target: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Returns logits after penalties, options and grammar mask, float32 [N, V]. Without trees each row is a root.
 
     An op with options on the original logits equals the op without options on these. NaN stays NaN, forbidden or not,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -382,9 +383,6 @@ def _plans() -> Iterator[Case]:
     def stale(given: dict[str, Any]) -> Tensor:
         return plan_of({**given, "seq_lens": given["seq_lens"].flip(0)}, 1)
 
-    def in_segments(given: dict[str, Any]) -> Tensor:
-        return plan_of(given, segment=128)
-
     def garbage(given: dict[str, Any]) -> Tensor:
         plan = plan_of(given)
         records = plan.view(-1, 16)[:, 3:14]  # between the starts of ranges and the tickets of CTAs
@@ -395,7 +393,7 @@ def _plans() -> Iterator[Case]:
     yield _attention("its own plan", batch, plan=plan_of)
     yield _attention("a stale plan", batch, plan=stale)
     for dtype in ("fp16", "bf16"):
-        yield _attention(f"segments/{dtype}", replace(batch, dtype=dtype), plan=in_segments)
+        yield _attention(f"segments/{dtype}", replace(batch, dtype=dtype), plan=partial(plan_of, segment=128))
     yield _attention("garbage for a plan's records", batch, plan=garbage)
     latent = replace(batch, head_dim=576, head_dim_v=512, latent=True, heads=(3, 1))
     yield _attention("a latent cache's plan", latent, plan=plan_of)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
 import numpy as np
@@ -28,6 +28,7 @@ from pagedtree.check.cases.inputs import (
 from pagedtree.reference import kv_cache as loops
 
 FP8 = torch.float8_e4m3fn
+Views = Callable[[list[Tensor]], Sequence[Tensor]]
 
 
 def cases() -> Iterator[Case]:
@@ -122,48 +123,38 @@ def _append(
     rows = wide.to(DTYPES[dtype])[:, :, 1:]  # strided
     if shared:
         rows = rows[:, :, :1].expand_as(rows)
-    slots = _hostile_slots(tokens, pages * page_size)
     of_heads = torch.linspace(0.02, 1.5, heads, dtype=torch.float32)
-    factors = {"no": None, "scalar": float32(0.37), "head": of_heads}[scale]
-
-    def run(place: Place) -> Results:
-        target, new, at, factor = place.put((storage, rows, slots, factors))
-        scales = {} if factor is None else {"k_scale": factor, "v_scale": factor * 2}
-        append_kv(new[0], new[1], *views_of(target, layout), at, **scales)
-        return {"storage": target}
-
-    def by_loops() -> Results:
-        target = storage.clone()
-        for i, cache in enumerate(views_of(target, layout)):
-            loops.append_rows(rows[i], cache, slots.tolist(), None if factors is None else factors * (1 + i))
-        return {"storage": target}
-
-    return Case(f"append_kv/{name}", ("append_kv",), run, by_loops)
+    factor = {"no": None, "scalar": float32(0.37), "head": of_heads}[scale]
+    return _append_case(name, [storage], lambda given: views_of(given[0], layout), [*rows], factor)
 
 
 def _append_pools(name: str, dtype: str, cache_dtype: str, heads: int, dims: list[int]) -> Case:
-    """Returns K, or K and V of another width, each in a separate pool."""
-    pages, page_size, tokens = 7, 9, 23
-    pools = [normal(pages, page_size, heads, dim, seed=i).to(DTYPES[cache_dtype]) for i, dim in enumerate(dims)]
+    """K, or K and V of another width, each in a separate pool."""
+    pools = [normal(7, 9, heads, dim, seed=i).to(DTYPES[cache_dtype]) for i, dim in enumerate(dims)]
     rows = [
-        (normal(tokens, heads + 1, dim, seed=9 + i) * 3).to(DTYPES[dtype])[:, 1:]  # strided
+        (normal(23, heads + 1, dim, seed=9 + i) * 3).to(DTYPES[dtype])[:, 1:]  # strided
         for i, dim in enumerate(dims)
     ]
-    slots = _hostile_slots(tokens, pages * page_size)
-    scale = float32([0.37]) if dtype != cache_dtype else None
+    return _append_case(name, pools, tuple, rows, float32([0.37]) if dtype != cache_dtype else None)
+
+
+def _append_case(
+    name: str, storages: list[Tensor], caches_of: Views, rows: list[Tensor], factor: Tensor | None
+) -> Case:
+    """rows: of K, or of K and V. factor: the scale of K; V's is twice as large."""
+    slots = _hostile_slots(len(rows[0]), caches_of(storages)[0].shape[:2].numel())
 
     def run(place: Place) -> Results:
-        caches, new, at, factor = place.put((pools, rows, slots, scale))
-        k, v = (*new, None)[:2]
-        k_cache, v_cache = (*caches, None)[:2]
-        append_kv(k, v, k_cache, v_cache, at, k_scale=factor, v_scale=None if v is None else factor)
-        return {f"cache {i}": cache for i, cache in enumerate(caches)}
+        targets, new, at, scale = place.put((storages, rows, slots, factor))
+        (k, v), (k_cache, v_cache) = ((*pair, None)[:2] for pair in (new, caches_of(targets)))
+        append_kv(k, v, k_cache, v_cache, at, k_scale=scale, v_scale=None if v is None or scale is None else 2 * scale)
+        return {f"storage {i}": storage for i, storage in enumerate(targets)}
 
     def by_loops() -> Results:
-        caches = [pool.clone() for pool in pools]
-        for new, cache in zip(rows, caches, strict=True):
-            loops.append_rows(new, cache, slots.tolist(), scale)
-        return {f"cache {i}": cache for i, cache in enumerate(caches)}
+        targets = [storage.clone() for storage in storages]
+        for i, (new, cache) in enumerate(zip(rows, caches_of(targets), strict=True)):
+            loops.append_rows(new, cache, slots.tolist(), None if factor is None else factor * (1 + i))
+        return {f"storage {i}": storage for i, storage in enumerate(targets)}
 
     return Case(f"append_kv/{name}", ("append_kv",), run, by_loops)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -289,11 +289,7 @@ def cases() -> Iterator[Case]:
     for kind in ("wgmma_ss", "wgmma_rs/K-major", "wgmma_rs/N-major"):
         for word, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
             for n in (64, 128, 256):
-                yield _wgmma(f"{kind}/{word}/N {n}", kind, dtype, n)
-
-
-def _wgmma(name: str, kind: str, dtype: torch.dtype, n: int) -> Case:
-    return _case(name, lambda: multiplications(kind, dtype, n))
+                yield _case(f"{kind}/{word}/N {n}", partial(multiplications, kind, dtype, n))
 
 
 def _case(name: str, make: Callable[[], list[Vector]]) -> Case:

@@ -236,15 +236,9 @@ class OwnCoins:
 
 
 def _draft_distribution(row: Tensor, params: Sampling | None) -> list[float]:
-    if params is None:
-        return _probabilities(row)
-    distribution: list[float] = reference.distribution(reference.clean_logits(row), **params).tolist()
-    return distribution
-
-
-def _probabilities(row: Tensor) -> list[float]:
-    values: list[float] = row.double().tolist()
-    return [value if 0 < value < math.inf else 0.0 for value in values]
+    if params is not None:
+        return [*reference.distribution(reference.clean_logits(row), **params)]
+    return [value if 0 < value < math.inf else 0.0 for value in row.double().tolist()]
 
 
 def first_above(weights: Sequence[float], coin: float) -> int:

@@ -107,16 +107,12 @@ def on_ranks(sizes: list[int], device: torch.device, call: Callable[[VocabShards
     return {f"{name} on rank {rank}": x for rank, parts in enumerate(found) for name, x in parts.items()}  # type: ignore[union-attr]
 
 
-def sizes_of(split: list[float], vocab: int) -> list[int]:
-    sizes = [int(part * vocab) for part in split[:-1]]
-    return [*sizes, vocab - sum(sizes)]
-
-
 def cases() -> Iterator[Case]:
     for (split, parts), (dtype, vocab) in zip(
         SPLITS.items(), (("fp16", 300), ("fp32", 131), ("bf16", 5000), ("bf16", 37)), strict=True
     ):
-        sizes = sizes_of(parts, vocab)
+        sizes = [int(part * vocab) for part in parts]
+        sizes[-1] += vocab - sum(sizes)
         problem = forest("", 5, vocab, dtype, hostile=True)
         yield _verify("greedy", split, problem, sizes)
         for sampling in ("plain", "all filters", "all filters, joint"):
