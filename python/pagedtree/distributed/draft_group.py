@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pagedtree.check_draft import as_draft, check_values
-from pagedtree.distributed.group import Group, GroupError
+from pagedtree.distributed.group import GroupError
 from pagedtree.distributed.shards import VocabShards
 from pagedtree.drafting import Draft
 from pagedtree.tree import TreeBatch, build_trees
@@ -91,7 +91,7 @@ class DraftGroup:
             raise ValueError(f"size: expected a divisor of the target's {target.size} ranks, got {size}")
         target.agree("DraftGroup", {"size": size})
         self.shards, self.size, self.device = shards, size, torch.device(device)
-        self._members = _members(target)
+        self._members = [*range(target.size)] if target.group is None else dist.get_process_group_ranks(target.group)
         self._group = target
         draft_ranks = None if size == 1 else dist.new_group(self._members[:size])
         self.rank, self._first = target.rank, self._members[0]
@@ -235,18 +235,10 @@ class DraftGroup:
             values[0] = 1 + self.rank
         elif self.rank == 0:
             assert draft is not None
-            probs = draft.draft_probs
-            values = [
-                0,
-                draft.draft_tokens.shape[0],
-                draft.trees.batch_size,
-                draft.trees.max_nodes,
-                draft.trees.max_depth,
-                int(probs is not None),
-                0 if probs is None else probs.shape[0],
-                0 if probs is None else PROBS_DTYPES.index(probs.dtype),
-                round(seconds * 1e6),
-            ]
+            probs, trees = draft.draft_probs, draft.trees
+            of_probs = (0, 0, 0) if probs is None else (1, probs.shape[0], PROBS_DTYPES.index(probs.dtype))
+            bounds = trees.batch_size, trees.max_nodes, trees.max_depth
+            values = [0, draft.draft_tokens.shape[0], *bounds, *of_probs, round(seconds * 1e6)]
         return torch.tensor(values, device=self.device, dtype=torch.int64)
 
     def _exchange(self, draft: Draft | None, facts: dict[str, int]) -> Draft:
@@ -259,7 +251,8 @@ class DraftGroup:
                 draft_rows = torch.arange(rows, device=self.device, dtype=torch.int64)
             parts = (draft.draft_tokens, draft.trees.parents, draft_rows, draft.trees.cu_nodes)
             buffer = torch.cat([part.long() for part in parts])
-        self._send(buffer, "a proposal's nodes")
+        with self._group._answered("DraftGroup: a proposal's nodes"):
+            dist.broadcast(buffer, src=self._first, group=self._group.group)
         tokens, parents, draft_rows, cu_nodes = buffer.split([rows, rows, rows, batch_size + 1])
         trees: TreeBatch = build_trees(
             parents.int(), cu_nodes.int(), max_nodes=facts["max_nodes"], max_depth=facts["max_depth"]
@@ -284,14 +277,3 @@ class DraftGroup:
                 elif part.numel():
                     dist.send(part.contiguous(), dst=self._members[rank], group=group.group)
         return columns
-
-    def _send(self, words: Tensor, what: str) -> None:
-        if words.numel():
-            with self._group._answered(f"DraftGroup: {what}"):
-                dist.broadcast(words, src=self._first, group=self._group.group)
-
-
-def _members(group: Group) -> list[int]:
-    if group.group is None:
-        return list(range(group.size))
-    return dist.get_process_group_ranks(group.group)

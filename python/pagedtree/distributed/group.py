@@ -124,16 +124,8 @@ _MAX_ARGUMENTS = 48
 def _digest(value: Any) -> int:
     """Returns 63 bits that distinguish values: tensors by dtype, shape and content, others by their repr."""
     if isinstance(value, Tensor):
-        content = (
-            value.detach()
-            .cpu()
-            .clone(memory_format=torch.contiguous_format)
-            .reshape(-1)
-            .view(torch.uint8)
-            .numpy()
-            .tobytes()
-        )
-        text = f"{value.dtype}{tuple(value.shape)}".encode() + content
+        elements = value.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
+        text = f"{value.dtype}{tuple(value.shape)}".encode() + elements.view(torch.uint8).numpy().tobytes()
     else:
         text = repr(value).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1

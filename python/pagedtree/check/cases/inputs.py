@@ -61,6 +61,10 @@ def words64(count: int, seed: int = 0) -> Tensor:
     return torch.randint(-(2**63), 2**63 - 1, (count,), generator=seeded(seed))
 
 
+def streams_of(batch: int) -> dict[str, Any]:
+    return {"seeds": words64(batch), "positions": words64(batch, 1) >> 2}
+
+
 def as_words(bits: np.ndarray | Tensor, words: int | None = None) -> Tensor:
     """Returns bool [n, m] as packed int32 [n, words]; default as many words as the bits need."""
     mask = packed(torch.from_numpy(np.ascontiguousarray(bits, dtype=bool)))

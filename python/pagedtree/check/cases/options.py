@@ -25,7 +25,7 @@ from pagedtree import (
     verify_sampled,
 )
 from pagedtree.check.case import CPU, Case, Place, Results, within
-from pagedtree.check.cases.inputs import float32, int32, int64, normal, random_tree, seeded, uniform, words64
+from pagedtree.check.cases.inputs import float32, int32, int64, normal, random_tree, seeded, streams_of, uniform
 from pagedtree.check.cases.rules import RULES
 from pagedtree.check.cases.shards import on_ranks
 from pagedtree.check.cases.verification import Problem, Sampling, forest, problem_of, with_draft_vocabulary
@@ -108,7 +108,7 @@ def asked(problem: Problem, names: tuple[str, ...]) -> tuple[dict[str, Any], Req
         stop_ids=[ids[:2] for ids in best],
         min_positions=[0] * batch,
     )
-    positions = _streams(batch)["positions"]
+    positions = streams_of(batch)["positions"]
     assert every.history_lens is not None and every.bias_tokens is not None
     again = torch.arange(every.bias_tokens.numel(), dtype=torch.int64) % 5 == 3  # tokens that are listed twice
     bias_tokens = torch.where(again, every.bias_tokens.roll(1), every.bias_tokens)
@@ -122,17 +122,12 @@ def asked(problem: Problem, names: tuple[str, ...]) -> tuple[dict[str, Any], Req
     return {name: value for name, value in penalties.items() if name in names}, RequestOptions(**tensors)
 
 
-def _streams(batch: int) -> dict[str, Tensor]:
-    return {"seeds": words64(batch), "positions": words64(batch, 1) >> 2}
-
-
 def _case(name: str, ops: tuple[str, ...], run: Callable[[Place], Results], expected: Callable[[], Results]) -> Case:
     return Case(name, ops, run, expected, always_loops=True, against=AGAINST)
 
 
 def _sample(part: str, problem: Problem, names: tuple[str, ...]) -> Case:
-    logits, streams = problem.logits[:BATCH], _streams(BATCH)
-    keywords: dict[str, Any] = {**streams}
+    logits, streams = problem.logits[:BATCH], streams_of(BATCH)
     roots = replace(problem, parents=[[-1]] * BATCH, logits=logits)
     penalties, options = asked(roots, names)
     mask = uniform(*logits.shape, seed=3) < 0.9
@@ -145,7 +140,7 @@ def _sample(part: str, problem: Problem, names: tuple[str, ...]) -> Case:
         processed = reference.apply_options(
             logits, SamplingParams(**penalties), options, positions=streams["positions"], grammar_mask=mask
         )
-        return {"tokens": sample(processed, SamplingParams(**SAMPLING), **keywords)}
+        return {"tokens": sample(processed, SamplingParams(**SAMPLING), **streams)}
 
     return _case(f"sample/options/{part}", ("sample",), run, expected)
 
@@ -211,7 +206,7 @@ def _logprobs_of(
 def _call(op: str, place: Place, problem: Problem, logits: Tensor, params: SamplingParams, **given: Any) -> Verdict:
     (_, drafts, trees), _ = problem.place(place)
     arguments = place.put(logits), drafts, trees, place.put(params)
-    given = place.put({**given, **_streams(problem.batch)})
+    given = place.put({**given, **streams_of(problem.batch)})
     if op == "verify_sampled":
         return verify_sampled(*arguments, **given)
     verify, _, (*_, law) = RULES[op]
@@ -226,7 +221,7 @@ def _draft_probs(problem: Problem) -> Tensor:
 
 def _processed(problem: Problem, penalties: dict[str, Any], options: RequestOptions) -> Tensor:
     (logits, drafts, trees), keywords = problem.place(CPU)
-    positions = _streams(problem.batch)["positions"]
+    positions = streams_of(problem.batch)["positions"]
     return reference.apply_options(
         logits, SamplingParams(**penalties), options, trees=trees, draft_tokens=drafts, positions=positions, **keywords
     )
@@ -247,7 +242,8 @@ def _verify(
         if not sharded:
             return _call(op, place, problem, problem.logits, params, options=options, **keywords)._asdict()
         verify, law = getattr(pagedtree, op), {} if op == "verify_sampled" else {"draft_law": "onehot"}
-        logits, inputs = place.put((problem.logits, {"params": params, "options": options, **_streams(problem.batch)}))
+        logits = place.put(problem.logits)
+        inputs = place.put({"params": params, "options": options, **streams_of(problem.batch)})
 
         def on_rank(shards: VocabShards) -> Results:
             return verify(shards.own(logits), drafts, trees, shards=shards, **law, **inputs, **keywords)._asdict()

@@ -27,7 +27,7 @@ from pagedtree import (
 )
 from pagedtree.check.case import Measurement, Place
 
-PAGE_SIZE, HEADS, KV_HEADS, DIM = 16, 32, 8, 128
+PAGE_SIZE, HEADS, KV_HEADS, DIM, DTYPE = 16, 32, 8, 128, torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,9 @@ class Scale:
     copied: int  # bytes
     matmul: int
     calls: int  # between two looks at the clock
-    dtype: torch.dtype
 
 
-GPU = Scale(32, 4096, 2048, 128_256, 32, 1 << 30, 8192, 10, torch.bfloat16)
-HOST = Scale(2, 256, 64, 8000, 2, 1 << 26, 512, 2, torch.bfloat16)
+GPU, HOST = Scale(32, 4096, 2048, 128_256, 32, 1 << 30, 8192, 10), Scale(2, 256, 64, 8000, 2, 1 << 26, 512, 2)
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ def floor_of(place: Place) -> tuple[float, float]:
     target = torch.empty_like(source)
     bandwidth = 2 * scale.copied / seconds_of(place, lambda: target.copy_(source), scale.calls)
     n = scale.matmul
-    a = torch.randn(n, n, device=place.device, dtype=torch.float32).to(scale.dtype)
+    a = torch.randn(n, n, device=place.device, dtype=torch.float32).to(DTYPE)
     return bandwidth, 2.0 * n**3 / seconds_of(place, lambda: a @ a, scale.calls)
 
 
@@ -144,14 +142,14 @@ def _attention(queries: str, *, fp8: bool = False) -> Callable[[Place, Scale], W
         if queries == "prompt":
             batch, keys, n = 1, scale.prompt, scale.prompt
         pages = -(-keys // PAGE_SIZE)
-        cache_dtype = torch.float8_e4m3fn if fp8 else scale.dtype
+        cache_dtype = torch.float8_e4m3fn if fp8 else DTYPE
         shape = (batch * pages, PAGE_SIZE, KV_HEADS, DIM)
         k_cache, v_cache = (torch.randn(shape, device=device, dtype=torch.float32).to(cache_dtype) for _ in range(2))
         table = torch.randperm(batch * pages).int().view(batch, pages).to(device)
         seq_lens = torch.full((batch,), keys, dtype=torch.int32, device=device)
         cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=device) * n
         mask = None if tree is None else TreeBatch.from_trees([tree] * batch, device=device).mask
-        q = torch.randn(batch * n, HEADS, DIM, device=device, dtype=torch.float32).to(scale.dtype)
+        q = torch.randn(batch * n, HEADS, DIM, device=device, dtype=torch.float32).to(DTYPE)
         plan = attention_plan(
             seq_lens, cu_seqlens_q, num_q_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, page_size=PAGE_SIZE,
             max_seqlen_q=n,
@@ -170,13 +168,13 @@ def _attention(queries: str, *, fp8: bool = False) -> Callable[[Place, Scale], W
 
 def _caches(place: Place, scale: Scale, rows: int, layers: int) -> list[Tensor]:
     shape = (-(-rows // PAGE_SIZE), PAGE_SIZE, KV_HEADS, DIM)
-    return [torch.zeros(shape, dtype=scale.dtype, device=place.device) for _ in range(2 * layers)]
+    return [torch.zeros(shape, dtype=DTYPE, device=place.device) for _ in range(2 * layers)]
 
 
 def _append(place: Place, scale: Scale) -> Work:
     rows = scale.batch * scale.keys // 4
     k_cache, v_cache = _caches(place, scale, rows, 1)
-    new = torch.randn(rows, KV_HEADS, DIM, device=place.device, dtype=torch.float32).to(scale.dtype)
+    new = torch.randn(rows, KV_HEADS, DIM, device=place.device, dtype=torch.float32).to(DTYPE)
     slots = torch.randperm(rows).to(place.device)
     return Work(lambda: append_kv(new, new, k_cache, v_cache, slots), 4.0 * new.numel() * new.element_size())
 
@@ -189,41 +187,35 @@ def _compact(place: Place, scale: Scale) -> Work:
     start = torch.zeros(batch, dtype=torch.int32, device=device)
     path = (torch.arange(9, dtype=torch.int32, device=device) * 7).repeat(batch, 1)
     accepted = torch.full((batch,), 8, dtype=torch.int32, device=device)
-    moved = 2.0 * len(caches) * batch * 8 * KV_HEADS * DIM * scale.dtype.itemsize
+    moved = 2.0 * len(caches) * batch * 8 * KV_HEADS * DIM * DTYPE.itemsize
     return Work(lambda: compact_kv(caches, table, start, path, accepted), moved)
 
 
-def _verification(rule: str) -> Callable[[Place, Scale], Work]:
+def _verification(verify: Callable[..., Any]) -> Callable[[Place, Scale], Work]:
     """Greedy verification of chains of 8 nodes that are all accepted; the bytes count all rows."""
 
     def make(place: Place, scale: Scale) -> Work:
         batch, nodes, device = scale.batch, 8, place.device
         trees = TreeBatch.from_trees([DraftTree.chain(nodes - 1)] * batch, device=device)
-        logits = torch.randn(batch * nodes, scale.vocab, device=device, dtype=torch.float32).to(scale.dtype)
+        logits = torch.randn(batch * nodes, scale.vocab, device=device, dtype=torch.float32).to(DTYPE)
         drafts = torch.randint(scale.vocab, (batch * nodes,)).to(device)
         best = logits.argmax(1).view(batch, nodes)
         drafts.view(batch, nodes)[:, 1:] = best[:, :-1]
         at = torch.arange(batch, device=device, dtype=torch.int64)
-        streams: dict[str, Any] = {"seeds": at, "positions": at}
-        params = SamplingParams(temperature=0.05, top_k=50, top_p=0.95)
-        size = float(logits.numel() * logits.element_size())
-        if rule == "greedy":
-            return Work(lambda: verify_greedy(logits, drafts, trees), size)
-        if rule == "sampled":
-            return Work(lambda: verify_sampled(logits, drafts, trees, params, **streams), size)
-        arguments: dict[str, Any] = {
-            "draft_law": "iid",
-            "draft_probs": logits.float().softmax(-1).to(scale.dtype),
-            **streams,
-        }
-        return Work(lambda: verify_rejection(logits, drafts, trees, params, **arguments), 2 * size)
+        given: dict[str, Any] = {}
+        if verify is not verify_greedy:
+            params = SamplingParams(temperature=0.05, top_k=50, top_p=0.95)
+            given = {"params": params, "seeds": at, "positions": at}
+        if verify is verify_rejection:
+            given |= {"draft_law": "iid", "draft_probs": logits.float().softmax(-1).to(DTYPE)}
+        return Work(lambda: verify(logits, drafts, trees, **given), logits.nbytes * (1 + ("draft_probs" in given)))
 
     return make
 
 
 def _sample(place: Place, scale: Scale) -> Work:
     rows = scale.batch * 8
-    logits = torch.randn(rows, scale.vocab, device=place.device, dtype=torch.float32).to(scale.dtype)
+    logits = torch.randn(rows, scale.vocab, device=place.device, dtype=torch.float32).to(DTYPE)
     at = torch.arange(rows, device=place.device, dtype=torch.int64)
     params = SamplingParams(temperature=0.8, top_k=50, top_p=0.95)
     return Work(lambda: sample(logits, params, seeds=at, positions=at), float(logits.numel() * logits.element_size()))
@@ -236,8 +228,8 @@ CALLS: dict[str, Callable[[Place, Scale], Work]] = {
     "attention, a prompt": _attention("prompt"),
     "append_kv": _append,
     "compact_kv, all layers": _compact,
-    "verify_greedy": _verification("greedy"),
-    "verify_sampled, top-k and top-p": _verification("sampled"),
-    "verify_rejection, top-k and top-p": _verification("rejection"),
+    "verify_greedy": _verification(verify_greedy),
+    "verify_sampled, top-k and top-p": _verification(verify_sampled),
+    "verify_rejection, top-k and top-p": _verification(verify_rejection),
     "sample, top-k and top-p": _sample,
 }

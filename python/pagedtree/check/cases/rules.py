@@ -22,7 +22,7 @@ from pagedtree import (
     verify_typical,
 )
 from pagedtree.check.case import Case, Place, Results
-from pagedtree.check.cases.inputs import float32, normal, seeded, uniform, words64
+from pagedtree.check.cases.inputs import float32, normal, seeded, streams_of, uniform
 from pagedtree.check.cases.verification import (
     SAMPLINGS,
     Problem,
@@ -170,7 +170,7 @@ def _rule(
     strided = torch.full((rows, probs.shape[1] + 5), math.nan, dtype=probs.dtype)[:, 2:-3].copy_(probs[order.argsort()])
     if on_chip:
         strided = strided.contiguous()
-    streams = {"seeds": words64(problem.batch), "positions": words64(problem.batch, 1) >> 2}
+    streams = streams_of(problem.batch)
     if own_coins and draft_law == "swor":
         streams["positions"] = (streams["positions"] >> 32).int()
     given_coins = uniform(rows, seed=7)

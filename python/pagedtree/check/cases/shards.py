@@ -17,7 +17,7 @@ import pagedtree
 from pagedtree import SamplingParams, TreeBatch, sample
 from pagedtree.bits import packed, unpacked
 from pagedtree.check.case import CPU, Case, Place, Results
-from pagedtree.check.cases.inputs import DTYPES, normal, seeded, uniform, words64
+from pagedtree.check.cases.inputs import DTYPES, normal, seeded, streams_of, uniform
 from pagedtree.check.cases.verification import (
     SAMPLINGS,
     Problem,
@@ -152,11 +152,6 @@ def _own(options: dict[str, Any], shards: VocabShards) -> dict[str, Any]:
     return {**options, "grammar_mask": packed(shards.own(unpacked(mask, shards.vocab)))}
 
 
-def _streams(place: Place, batch: int) -> dict[str, Any]:
-    streams: dict[str, Any] = place.put({"seeds": words64(batch), "positions": words64(batch, 1) >> 2})
-    return streams
-
-
 def _case(name: str, ops: tuple[str, ...], sizes: list[int], whole: Callable[[Place], Results],
           part: Callable[[Place, VocabShards], Results]) -> Case:  # fmt: skip
 
@@ -179,7 +174,7 @@ def _verify(
         arguments, options = problem.place(place)
         if sampling is None:
             return arguments, (), options
-        options |= place.put(drafts) | _streams(place, problem.batch)
+        options |= place.put(drafts | streams_of(problem.batch))
         return arguments, (SamplingParams(**place.put(sampling)),), options
 
     def whole(place: Place) -> Results:
@@ -214,10 +209,10 @@ def _sample(name: str, vocab: int, dtype: torch.dtype, sizes: list[int]) -> Case
     rows, sampling = hostile_rows(vocab, dtype), SAMPLINGS["all filters"]
 
     def whole(place: Place) -> Results:
-        return {"tokens": sample(place.put(rows), SamplingParams(**sampling), **_streams(place, 12))}
+        return {"tokens": sample(place.put(rows), SamplingParams(**sampling), **place.put(streams_of(12)))}
 
     def part(place: Place, shards: VocabShards) -> Results:
         logits = shards.own(place.put(rows))
-        return {"tokens": sample(logits, SamplingParams(**sampling), shards=shards, **_streams(place, 12))}
+        return {"tokens": sample(logits, SamplingParams(**sampling), shards=shards, **place.put(streams_of(12)))}
 
     return _case(f"shards/sample/{name}", ("step_shards",), sizes, whole, part)

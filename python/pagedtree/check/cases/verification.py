@@ -33,6 +33,7 @@ from pagedtree.check.cases.inputs import (
     offsets,
     random_tree,
     seeded,
+    streams_of,
     words64,
 )
 from pagedtree.check.cases.instructions_sm90 import check_applies
@@ -353,7 +354,7 @@ def with_draft_vocabulary(problem: Problem, dtype: torch.dtype = torch.int64) ->
 
 def _walk(name: str, problem: Problem, sampling: Sampling | None = None, on_chip: bool = False) -> Case:
     """sampling: of verify_sampled; None: verify_greedy."""
-    seeds, positions = words64(problem.batch), words64(problem.batch, 1) >> 2
+    streams = streams_of(problem.batch)
     op = "verify_greedy" if sampling is None else "verify_sampled"
 
     def run(place: Place) -> Results:
@@ -361,12 +362,12 @@ def _walk(name: str, problem: Problem, sampling: Sampling | None = None, on_chip
         with engine(place, on_chip):
             if sampling is None:
                 return verify_greedy(*arguments, **options)._asdict()
-            options |= place.put({"seeds": seeds, "positions": positions})
+            options |= place.put(streams)
             return verify_sampled(*arguments, SamplingParams(**place.put(sampling)), **options)._asdict()
 
     def decide(b: int, tree: Tree) -> tuple[list[int], list[int]]:
         numbers = sampling_of(SAMPLINGS["greedy"] if sampling is None else sampling, b)
-        seed, position = int(seeds[b]), int(positions[b])
+        seed, position = (int(stream[b]) for stream in streams.values())
         return reference.walk(
             tree.parents, tree.drafts, lambda node, depth: token_of(tree.rows[node], numbers, seed, position + depth)
         )
