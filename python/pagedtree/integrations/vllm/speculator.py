@@ -162,5 +162,4 @@ class TreeSpeculator(KeptTrees, BaseSpeculator):
 
 
 def _longest(batch: Any) -> int:
-    """Returns a bound of the batch's text lengths."""
     return int((batch.num_computed_tokens_np + batch.num_scheduled_tokens).max()) + 1
