@@ -35,8 +35,7 @@ def create_draft_backend(
     """Adds pagedtree to SGLang's draft backends; `stamps_children` comes with multi-step ones."""
 
     def create() -> tuple[str, Any]:
-        from pagedtree.integrations.sglang.attention import PagedTreeBackend
-        from pagedtree.integrations.sglang.drafting import PagedTreeDraftBackend
+        from pagedtree.integrations.sglang.attention import PagedTreeBackend, PagedTreeDraftBackend
 
         runner = factory.draft_model_runner
         if stamps_children:
