@@ -106,7 +106,6 @@ class Prompts:
     def of(
         cls, model: Any, input_ids: Any, attention_mask: Any, vocab_size: int, eos_ids: list[int], pad: Any, n: int
     ) -> Prompts:
-        """Reads and checks the arguments of `generate`."""
         pad = pad_token(model, pad)
         if isinstance(input_ids, Mapping) and input_ids.get("token_type_ids") is not None:
             check_token_types(model)
