@@ -35,8 +35,6 @@ MIN_SHARED_TOKENS = 1024
 
 
 class Engine:
-    """The loop of steps until all sequences are finished."""
-
     def __init__(self, model: PackedModel, scheduler: Scheduler, drafter: Drafter, policy: Policy) -> None:
         self.model, self.scheduler, self.drafter, self.policy = model, scheduler, drafter, policy
         self.cache, self.device = scheduler.cache, scheduler.cache.device

@@ -71,7 +71,6 @@ class PagedCache:
         self._compaction(page_table, start, accept_index, num_accepted)
 
     def pages(self, sequence: int) -> list[int]:
-        """Returns the sequence's pages in order."""
         return self._tables.get(sequence, [])
 
     def reserve(self, sequence: int, num_tokens: int) -> bool:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pagedtree import Draft, append_kv, expand_tree, merge_states, rerank_tree, start_draft, tree_attention
 from pagedtree.bits import packed
-from pagedtree.generation.drafters.block_layers import CandidateSelector
+from pagedtree.generation.drafters.block_model import CandidateSelector
 from pagedtree.generation.drafters.grown import chosen_scores
 from pagedtree.generation.paged_step import PagedStep
 

@@ -232,7 +232,6 @@ class MedusaDrafter(Drafter):
         return self._trees(rows, active)
 
     def _trees(self, rows: Tensor, active: Tensor | None = None) -> Draft:
-        """Returns the trees of the states in these rows."""
         assert self._hidden is not None
         logits = self.heads(self._hidden.index_select(0, rows))
         if self._vocab_size is not None and logits.shape[-1] > self._vocab_size:
