@@ -26,8 +26,6 @@ from pagedtree.generation.scheduler import Batch, GeneratedSequence, Scheduler
 from pagedtree.generation.stats import GenerationStats, SequenceStats
 from pagedtree.generation.tree_tuner import Kept, Outcome, Plan, TreeTuner
 
-__all__ = ["Engine"]
-
 STATUS_NOT_FINITE = 2
 # Reading a prefix once takes two more launches per layer. Measured on the CPU, that pays from about here on for single
 # queries; for trees of 16 nodes, bound by arithmetic rather than by reading, it makes little difference.

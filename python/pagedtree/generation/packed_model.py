@@ -11,8 +11,6 @@ from torch import Tensor
 
 from pagedtree.generation.paged_step import PagedStep
 
-__all__ = ["PackedModel", "PassOutput"]
-
 
 class PassOutput(NamedTuple):
     """The results of a pass over T packed tokens: logits [R, V] and, if requested, the output layer's input, hidden [R,

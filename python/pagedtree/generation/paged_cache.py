@@ -11,8 +11,6 @@ from torch import Tensor
 from pagedtree import PreparedCompaction
 from pagedtree.generation.recurrent_states import RecurrentStates
 
-__all__ = ["PagedCache"]
-
 
 class PagedCache:
     """`num_pages` pages of `page_size` tokens in every layer; sequences, identified by an int, own or share them.

@@ -20,8 +20,6 @@ from pagedtree.generation.paged_step import PagedStep
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
 
-__all__ = ["BlockDrafter"]
-
 
 class BlockDrafter(FeatureReader):
     """A drafter that predicts all levels in one pass and proposes the likeliest tree over them.

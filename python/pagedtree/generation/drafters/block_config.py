@@ -11,8 +11,6 @@ from pagedtree.generation.drafters.formats import check_heads, entry, head_dim_o
 from pagedtree.generation.drafters.layers import LayerSizes
 from pagedtree.generation.drafters.rotary_config import Rotary
 
-__all__ = ["NUM_LAYERS_READ", "BlockDraftConfig"]
-
 # Architectures of DFlash and speculators, by kind.
 ARCHITECTURES = {"dflash": ("DFlashDraftModel", "DFlashSpeculator"), "dflash2": ("DFlash2DraftModel",)}
 # Entries of DFlash 2's convolutions and selector.

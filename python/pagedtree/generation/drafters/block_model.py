@@ -17,8 +17,6 @@ from pagedtree.generation.drafters.layers import DecoderLayer, RotaryAngles, Rot
 from pagedtree.generation.drafters.rotary_config import Rotary
 from pagedtree.generation.drafters.target import Target, call_shared
 
-__all__ = ["BlockDraftConfig", "BlockDraftModel", "CandidateSelector"]
-
 # Ignored tensors: copies of the target's weights, and t2d, which follows from d2t.
 NOT_READ = (
     "embed_tokens.weight",

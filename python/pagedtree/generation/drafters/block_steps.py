@@ -11,8 +11,6 @@ from pagedtree.generation.drafters.block_model import CandidateSelector
 from pagedtree.generation.drafters.grown import chosen_scores
 from pagedtree.generation.paged_step import PagedStep
 
-__all__ = ["attend_in_parts", "selected_trees"]
-
 
 def attend_in_parts(step: PagedStep, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, around: int) -> Tensor:
     """Computes attention of blocks with windows that the op's masks cannot express: the op covers the text and part of

@@ -19,8 +19,6 @@ from pagedtree.generation.paged_step import PagedStep
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
 
-__all__ = ["EagleDrafter", "ParallelEagleDrafter"]
-
 
 class EagleDrafter(FeatureReader, TreeGrower):
     """An EAGLE-3 head that grows a tree of at most `num_nodes` nodes and `depth` levels.

@@ -13,8 +13,6 @@ from pagedtree.generation.drafters.formats import check_heads, entry, head_dim_o
 from pagedtree.generation.drafters.layers import LayerSizes, layer_shapes
 from pagedtree.generation.drafters.rotary_config import Rotary
 
-__all__ = ["ARCHITECTURES", "EagleConfig"]
-
 ARCHITECTURE = "LlamaForCausalLMEagle3"  # SGLang's name
 # Other names of this architecture: vLLM's, speculators' and EAGLE's training code.
 OTHERS = ("Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel", "LlamaForCausalLM")

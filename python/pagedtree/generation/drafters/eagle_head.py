@@ -16,8 +16,6 @@ from pagedtree.generation.drafters.eagle_config import LAYER_IDS, NUM_LAYERS_REA
 from pagedtree.generation.drafters.layers import Attend, DecoderLayer, RotaryAngles, Rotation
 from pagedtree.generation.drafters.target import SHARDED, Target, call_shared, check_attention
 
-__all__ = ["EagleHead"]
-
 # Supported file names.
 WEIGHTS_NAMES = (checkpoint.WEIGHTS_NAME, "*.safetensors", "pytorch_model.bin")
 # Ignored tensors: copies of the target's weights, and t2d, which follows from d2t.

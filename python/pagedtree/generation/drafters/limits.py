@@ -13,8 +13,6 @@ from pagedtree.check_draft import as_draft, check_values, rows_of
 from pagedtree.generation.drafters.base import Drafter, roots_only
 from pagedtree.generation.scheduler import GeneratedSequence
 
-__all__ = ["Question", "last_position", "limited", "part_of", "trees_of", "values_at", "without_padding"]
-
 
 def last_position(sequence: GeneratedSequence, drafter: Drafter) -> int:
     # The last token of a sequence is generated, but never read.

@@ -16,8 +16,6 @@ from pagedtree.generation.drafters.eagle_config import ARCHITECTURES as EAGLE_AR
 from pagedtree.generation.drafters.eagle_head import EagleHead
 from pagedtree.generation.drafters.medusa import MedusaDrafter, MedusaHeads
 
-__all__ = ["load_drafter"]
-
 # Tree size of Medusa heads, whose drafter has no default.
 NUM_NODES = 16
 # Suffixes of whole models' architectures.

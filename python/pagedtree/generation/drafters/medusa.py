@@ -20,8 +20,6 @@ from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
 
-__all__ = ["MedusaDrafter", "MedusaHeads", "medusa_tree"]
-
 WEIGHTS_NAME = "medusa.safetensors"
 SHAPES = {"weight": "num_heads, hidden_size, hidden_size", "bias": "num_heads, hidden_size"}
 OWN_OUTPUTS = {"outputs": "num_heads, vocab_size, hidden_size"}

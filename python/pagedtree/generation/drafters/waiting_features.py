@@ -12,8 +12,6 @@ from torch import Tensor
 from pagedtree.generation.drafters.base import Drafter, FeatureRows, StepResult
 from pagedtree.generation.scheduler import GeneratedSequence
 
-__all__ = ["MAX_WAITING_BYTES", "FeatureReader", "FixedFeatures", "WaitingFeatures"]
-
 # Limit of queued features of all sequences, in bytes; beyond it they are read.
 MAX_WAITING_BYTES = 1 << 28
 

@@ -17,8 +17,6 @@ try:
 except ImportError:  # the class can be looked at and tested without SGLang
     AttentionBackend = object
 
-__all__ = ["PagedTreeBackend", "PagedTreeDraftBackend"]
-
 LATENT = (512, 64)  # columns of a latent and of its rotary key, which are one row of the pool
 
 

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-__all__ = ["change_engine"]
-
 
 @cache
 def change_engine() -> None:

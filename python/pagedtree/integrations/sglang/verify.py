@@ -9,8 +9,6 @@ from pagedtree import SamplingParams, TreeBatch, Verdict, verify_rejection, veri
 from pagedtree._arguments import checked, expect_shape
 from pagedtree.integrations.sglang.trees import LINKS, either_spelling, expect_links, trees_from_links
 
-__all__ = ["tree_speculative_sampling_target_only", "verify_tree_greedy", "verify_tree_greedy_func"]
-
 OUTPUTS = ("predicts", "accept_index", "accept_token_num")
 INTEGERS = (*OUTPUTS, "candidates", *LINKS, "target_predict")
 

@@ -20,8 +20,6 @@ from pagedtree.integrations.masks import all_visible
 from pagedtree.integrations.transformers.latent import attend_latent, is_absorbed
 from pagedtree.integrations.transformers.packed_pass import running_pass
 
-__all__ = ["NAME", "attention_forward", "autocast_dtype", "register"]
-
 NAME = "pagedtree"
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["compiled_from", "uncompiled", "with_forwards", "with_functions"]
-
 
 @contextmanager
 def with_forwards(

@@ -28,19 +28,6 @@ if TYPE_CHECKING:
     from pagedtree.distributed import VocabShards
     from pagedtree.integrations.transformers.generation_config import ConfigFields
 
-__all__ = [
-    "Prompts",
-    "Request",
-    "at_least_one",
-    "check_kinds",
-    "check_segment",
-    "eos_tokens",
-    "grammars_of",
-    "integer",
-    "logprobs_of",
-    "pad_token",
-]
-
 # Maximum of `token_logprobs`.
 MOST_LOGPROBS = 1024
 # A tokenizer's outputs that do not change the model's input, and input_ids.

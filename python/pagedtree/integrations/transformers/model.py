@@ -24,8 +24,6 @@ from pagedtree.integrations.transformers.packed_pass import PackedPass
 from pagedtree.integrations.transformers.recurrent import RECURRENT_KINDS, on_trees, recurrent_layers
 from pagedtree.integrations.transformers.whole_inputs import check_preparation, check_scales
 
-__all__ = ["ModelDrafter", "TransformersModel", "check_model", "decoder_layers", "use_attention"]
-
 # Layer kinds, by their config names: with attention, and without token mixing.
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "hybrid"}
 OTHER_KINDS = {"mlp", "moe"}

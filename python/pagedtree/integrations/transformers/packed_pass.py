@@ -13,8 +13,6 @@ from transformers.masking_utils import causal_mask_function
 
 from pagedtree.generation.paged_step import PagedStep
 
-__all__ = ["PackedMask", "PackedPass", "current_pass", "running_pass"]
-
 UNLIMITED = 1 << 30
 
 

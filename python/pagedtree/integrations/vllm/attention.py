@@ -23,16 +23,6 @@ from pagedtree import PreparedAttention, append_kv, attention_plan, rope_append
 from pagedtree._C import HEAD_DIMS
 from pagedtree.integrations.vllm.limits import check_worker, uses_trees
 
-__all__ = [
-    "LayerKind",
-    "PagedTreeBackend",
-    "PagedTreeImpl",
-    "PagedTreeMetadata",
-    "PagedTreeMetadataBuilder",
-    "TreeMask",
-    "kv_views",
-]
-
 FP8 = ("fp8", "fp8_e4m3")
 
 

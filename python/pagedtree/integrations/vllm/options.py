@@ -13,8 +13,6 @@ from pagedtree.integrations.vllm.limits import min_p_of
 from pagedtree.integrations.vllm.proposals import padded
 from pagedtree.options import OptionRows
 
-__all__ = ["BatchOptions", "is_penalized", "is_same_batch", "known_ids", "option_lists", "option_rows", "params_of"]
-
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 

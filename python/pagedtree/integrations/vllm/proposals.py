@@ -12,8 +12,6 @@ from torch import Tensor
 
 from pagedtree import Draft, TreeBatch, build_trees
 
-__all__ = ["Proposal", "cut_at", "host_proposals", "host_trees", "padded", "present_nodes"]
-
 
 class Proposal(NamedTuple):
     """A tree of n draft tokens under the last token of a request's text: parents int32 [n + 1] and log_probs fp32

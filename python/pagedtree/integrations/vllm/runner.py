@@ -22,8 +22,6 @@ from pagedtree.integrations.vllm.scheduler import DraftTrees, tree_of
 from pagedtree.integrations.vllm.tree_drafter import read_only
 from pagedtree.integrations.vllm.verification import Compactions, choose_tokens, grammar_rows, target_groups
 
-__all__ = ["StepTrees", "TreeRunner"]
-
 
 @dataclass
 class StepTrees:

@@ -26,8 +26,6 @@ from pagedtree.integrations.vllm.speculator import KeptTrees, TreeSpeculator
 from pagedtree.integrations.vllm.tree_drafter import TreeDrafter
 from pagedtree.integrations.vllm.verification import Compactions, choose_tokens, grammar_rows, target_groups
 
-__all__ = ["TreeRunnerV2"]
-
 
 class StepTrees(NamedTuple):
     """The trees of one step, without drafts the root alone. draft_tokens: int64 [N], -1 at nodes without a draft."""

@@ -17,8 +17,6 @@ from pagedtree.grammars import DepthFirstMatcher, GrammarFill, GrammarMasks, Gra
 from pagedtree.integrations.vllm.proposals import host_trees
 from pagedtree.integrations.xgrammar import XGrammarMatcher
 
-__all__ = ["DraftTrees", "TreeScheduler"]
-
 
 @dataclass
 class DraftTrees(DraftTokenIds):

@@ -7,8 +7,6 @@ from typing import Any, ClassVar
 from pagedtree.generation.drafters import SuffixDrafter
 from pagedtree.integrations.vllm.drafters import NGRAMS, KnowsTexts, NgramTreeDrafter, WithoutModel
 
-__all__ = ["SuffixTreeDrafter"]
-
 
 class SuffixTreeDrafter(WithoutModel, KnowsTexts):
     """Prompt lookup in the request's text and in the answers of finished requests.

@@ -14,8 +14,6 @@ from pagedtree import Draft
 from pagedtree.generation.tree_tuner import PLAIN_ROWS, Kept, Outcome, Plan, TreeTuner
 from pagedtree.integrations.vllm.proposals import NO_GUESS, Proposal, host_proposals, host_trees
 
-__all__ = ["BatchTuner", "Pass", "accepted_path"]
-
 
 @dataclass(frozen=True)
 class Pass:

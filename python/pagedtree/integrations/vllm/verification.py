@@ -22,8 +22,6 @@ from pagedtree import (
 )
 from pagedtree.integrations.vllm.attention import PagedTreeBackend
 
-__all__ = ["Compactions", "choose_tokens", "grammar_rows", "target_groups"]
-
 logger = init_logger("vllm.pagedtree")  # below the logger that vLLM sets up
 
 
