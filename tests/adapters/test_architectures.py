@@ -19,7 +19,7 @@ from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.integrations.transformers import ModelDrafter, generate, tree_generate
 from pagedtree.integrations.transformers.attention import attention_forward
-from pagedtree.integrations.transformers.packed_mask import PackedMask
+from pagedtree.integrations.transformers.packed_pass import PackedMask
 from pagedtree.integrations.transformers.rotary import check_rotation
 from pagedtree.integrations.transformers.tensor_parallel import _repeat_kv_heads
 

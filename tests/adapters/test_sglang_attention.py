@@ -11,8 +11,7 @@ from support.attention import Pages, causal_mask, close, dense_attention, random
 from support.doubles import Graph, Recording
 from torch import Tensor
 
-from pagedtree.integrations.sglang.attention import PagedTreeBackend
-from pagedtree.integrations.sglang.drafting import PagedTreeDraftBackend
+from pagedtree.integrations.sglang.attention import PagedTreeBackend, PagedTreeDraftBackend
 from pagedtree.integrations.sglang.plugin import create_draft_backend
 
 HEADS, KV_HEADS, DIM = 4, 2, 64

@@ -27,6 +27,7 @@ from vllm_case import (
 
 from pagedtree.integrations.vllm.attention import PagedTreeBackend
 from pagedtree.integrations.vllm.proposals import present_nodes
+from pagedtree.integrations.vllm.verification import Compactions
 
 PROMPTS = token_prompts()
 STOPS = [316, 320, 271, 10, 4, 13, 9, 81, 27]
@@ -201,10 +202,10 @@ def test_requests_without_a_seed_differ_and_outcomes_are_many():
     assert len({tuple(outcome.token_ids) for outcome in output.outputs}) == 4
 
 
-@pytest.mark.parametrize("left_out", ["_set_positions", "_set_masks", "_compact"])
+@pytest.mark.parametrize("left_out", ["_set_positions", "_set_masks", "__call__"])
 def test_output_is_wrong_without_each_part(stock, monkeypatch, left_out):
     """Output is wrong without depth positions, masks or compaction."""
-    monkeypatch.setattr(TreeRunner, left_out, lambda *args: None)
+    monkeypatch.setattr(Compactions if left_out == "__call__" else TreeRunner, left_out, lambda *args: None)
     with engine(**tree_options("model"), block_size=16) as llm:
         got = generate(llm, PROMPTS)
     assert sum(a != b for a, b in zip(got, stock, strict=True)) >= len(PROMPTS) // 2

@@ -18,8 +18,6 @@ from pagedtree.generation.recurrent_step import RecurrentStep
 from pagedtree.generation.rules import Policy, Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
 
-__all__ = ["DecodeStep", "History", "KnownTokens", "Pass"]
-
 
 class History:
     """A call's texts on the device: rows int64 [sequences + 1, capacity]; the last one is for idle rows of a step."""

@@ -26,8 +26,6 @@ from pagedtree.generation.scheduler import Batch, GeneratedSequence, Scheduler
 from pagedtree.generation.stats import GenerationStats, SequenceStats
 from pagedtree.generation.tree_tuner import Kept, Outcome, Plan, TreeTuner
 
-__all__ = ["Engine"]
-
 STATUS_NOT_FINITE = 2
 # Reading a prefix once takes two more launches per layer. Measured on the CPU, that pays from about here on for single
 # queries; for trees of 16 nodes, bound by arithmetic rather than by reading, it makes little difference.
@@ -35,8 +33,6 @@ MIN_SHARED_TOKENS = 1024
 
 
 class Engine:
-    """The loop of steps until all sequences are finished."""
-
     def __init__(self, model: PackedModel, scheduler: Scheduler, drafter: Drafter, policy: Policy) -> None:
         self.model, self.scheduler, self.drafter, self.policy = model, scheduler, drafter, policy
         self.cache, self.device = scheduler.cache, scheduler.cache.device

@@ -15,8 +15,6 @@ from pagedtree.generation.host_mirror import Mirror
 from pagedtree.generation.logprobs import Found
 from pagedtree.generation.scheduler import GeneratedSequence
 
-__all__ = ["FixedStep", "check_device", "check_drafter"]
-
 IDLE = -1
 
 

@@ -11,8 +11,6 @@ from pagedtree import Draft
 from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.grammars import GrammarFill, GrammarMasks, GrammarMatcher
 
-__all__ = ["GrammarSteps"]
-
 
 class GrammarSteps:
     """The grammars of all sequences of a call. matchers: one per sequence, None: no grammar. vocab: columns of the

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Mirror"]
-
 
 class Mirror:
     """A device tensor that mirrors host values and is written only when they change."""

@@ -12,8 +12,6 @@ from pagedtree import Commit, RequestOptions, SamplingParams, Verdict, token_log
 from pagedtree.bits import packed
 from pagedtree.generation.rules import Sampling
 
-__all__ = ["LogprobReader", "TokenLogprobs"]
-
 # Per token of each sequence of a step: log-probability, rank, the most likely tokens, and their log-probabilities.
 Found = tuple[Tensor, Tensor, Tensor, Tensor]
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from pagedtree.generation.paged_step import PagedStep
 
-__all__ = ["PackedModel", "PassOutput"]
-
 
 class PassOutput(NamedTuple):
     """The results of a pass over T packed tokens: logits [R, V] and, if requested, the output layer's input, hidden [R,
@@ -32,33 +30,17 @@ class PackedModel(Protocol):
         vocab_size: valid token ids are 0..vocab_size - 1.
         num_logits: columns of its logits, vocabulary padding included.
         hidden_size: width of its decoder layers' outputs.
-        num_positions: positions it is made for, None = unlimited. has_position_table: whether it cannot read others.
+        num_positions: positions it is made for, None = unlimited.
         is_recurrent: whether it has recurrent layers; these call `PagedStep.recurrent`.
     """
 
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def num_logits(self) -> int: ...
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def num_weights(self) -> int: ...
-
-    @property
-    def num_positions(self) -> int | None: ...
-
-    @property
-    def has_position_table(self) -> bool: ...
-
-    @property
-    def is_recurrent(self) -> bool: ...
+    device: torch.device
+    vocab_size: int
+    num_logits: int
+    hidden_size: int
+    num_weights: int
+    num_positions: int | None
+    is_recurrent: bool
 
     def use(self) -> AbstractContextManager[None]:
         """Returns a context in which `run` may be called."""

@@ -11,8 +11,6 @@ from torch import Tensor
 from pagedtree import PreparedCompaction
 from pagedtree.generation.recurrent_states import RecurrentStates
 
-__all__ = ["PagedCache"]
-
 
 class PagedCache:
     """`num_pages` pages of `page_size` tokens in every layer; sequences, identified by an int, own or share them.
@@ -71,7 +69,6 @@ class PagedCache:
         self._compaction(page_table, start, accept_index, num_accepted)
 
     def pages(self, sequence: int) -> list[int]:
-        """Returns the sequence's pages in order."""
         return self._tables.get(sequence, [])
 
     def reserve(self, sequence: int, num_tokens: int) -> bool:

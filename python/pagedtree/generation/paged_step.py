@@ -12,8 +12,6 @@ from pagedtree import PreparedAttention, append_kv, attention_plan, merge_states
 from pagedtree.generation.paged_cache import PagedCache
 from pagedtree.generation.recurrent_step import RecurrentStep
 
-__all__ = ["PagedStep", "PrefixPass"]
-
 # Arguments of `tree_attention` that determine the visible keys.
 KEYS_OF_PREFIX = ("page_table", "seq_lens", "cu_seqlens_q", "max_seqlen_q")
 KEYS = (*KEYS_OF_PREFIX, "tree_mask", "tree_lens")

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["RecurrentStates"]
-
 
 class RecurrentStates:
     """The states of every recurrent layer; a sequence, identified by an int, holds one per layer.

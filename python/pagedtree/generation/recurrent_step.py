@@ -11,8 +11,6 @@ from torch import Tensor
 from pagedtree import TreeBatch, advance_conv, advance_state, tree_conv1d, tree_delta_rule
 from pagedtree.generation.recurrent_states import RecurrentStates
 
-__all__ = ["RecurrentStep"]
-
 
 @dataclass
 class RecurrentStep:

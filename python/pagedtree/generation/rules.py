@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from pagedtree.generation.tree_tuner import TreeTuner
     from pagedtree.options import OptionRows
 
-__all__ = ["RULES", "Policy", "Sampling", "check_options", "check_rule"]
-
 RULES = ("auto", *(name.removeprefix("verify_") for name in verify.__all__ if name not in ("Verdict", "verify_tokens")))
 DRAFT_LAWS = ("onehot", "iid", "swor", "coupled")
 DRAWN = ("iid", "swor")

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from pagedtree.generation.paged_cache import PagedCache
 
-__all__ = ["Batch", "GeneratedSequence", "Scheduler"]
-
 
 @dataclass(eq=False)  # sequences are never equal, and comparing their texts is slow
 class GeneratedSequence:

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pagedtree.generation.logprobs import TokenLogprobs
 
-__all__ = ["GenerationStats", "SequenceStats"]
-
 
 @dataclass
 class SequenceStats:

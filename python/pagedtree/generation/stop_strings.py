@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["StopStrings"]
-
 # Extra tokens decoded before a possible stop string: some decode to nothing or merge with the next.
 CONTEXT = 8
 

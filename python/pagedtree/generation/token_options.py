@@ -12,8 +12,6 @@ from pagedtree import SamplingParams
 from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.options import OptionRows
 
-__all__ = ["TokenOptions", "option_rows"]
-
 
 @dataclass(frozen=True)
 class TokenOptions:

@@ -25,8 +25,6 @@ from torch import Tensor
 from pagedtree import Draft, select_nodes
 from pagedtree.check_draft import rows_of
 
-__all__ = ["Kept", "Outcome", "Plan", "TreeTuner", "TunerOf"]
-
 # Priors until steps are measured: a drafted row costs as much as a prompt token, a plain step as many rows as this.
 PLAIN_ROWS = 32.0
 # The first steps verify at most this many drafted rows per sequence, later ones at most twice the maximum so far.

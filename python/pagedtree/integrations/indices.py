@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["as_int32", "rows_of"]
-
 INT32_MAX = 2**31 - 1
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["all_visible"]
-
 
 def all_visible(num_queries: int, seq_lens: Tensor) -> dict[str, Tensor]:
     """Returns tree_mask and tree_lens that show each query all keys of its sequence: the mask covers no keys."""

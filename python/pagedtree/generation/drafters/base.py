@@ -16,17 +16,6 @@ from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.generation.tree_tuner import TunerOf
 
-__all__ = [
-    "Drafter",
-    "FeatureRows",
-    "NoDrafter",
-    "Proposal",
-    "StepResult",
-    "as_drafter",
-    "best_trees",
-    "roots_only",
-]
-
 # Members of `Drafter` that an object without `observe` may have.
 STATELESS = ["propose", "max_nodes", "draft_law", "is_chain", "model", "networks"]
 

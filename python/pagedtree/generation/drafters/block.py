@@ -8,23 +8,20 @@ import torch
 from torch import Tensor
 
 from pagedtree import Draft, append_kv, slot_mapping
-from pagedtree.generation.drafters.base import Drafter, FeatureRows, StepResult, best_trees
+from pagedtree.generation.drafters.base import best_trees
 from pagedtree.generation.drafters.block_model import BlockDraftModel
 from pagedtree.generation.drafters.block_steps import attend_in_parts, selected_trees
+from pagedtree.generation.drafters.grown import INITIAL_PAGES
 from pagedtree.generation.drafters.target import check_attention, check_place
-from pagedtree.generation.drafters.waiting_features import WaitingFeatures
+from pagedtree.generation.drafters.waiting_features import FeatureReader, WaitingFeatures
 from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.paged_cache import PagedCache
 from pagedtree.generation.paged_step import PagedStep
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
 
-__all__ = ["BlockDrafter"]
 
-INITIAL_PAGES = 64
-
-
-class BlockDrafter(Drafter):
+class BlockDrafter(FeatureReader):
     """A drafter that predicts all levels in one pass and proposes the likeliest tree over them.
 
     One pass over [root, mask, mask, ...], whose tokens see the text and each other, gives an independent distribution
@@ -82,15 +79,6 @@ class BlockDrafter(Drafter):
 
     def _possible(self, depth: int) -> int:
         return sum(self.width**level for level in range(depth + 1))
-
-    def read(self, rows: FeatureRows) -> None:
-        self._waiting.read(rows)
-
-    def observe(self, result: StepResult) -> None:
-        self._waiting.observe(result)
-
-    def unread(self, sequences: list[GeneratedSequence]) -> int:
-        return self._waiting.unread(sequences)
 
     def forget(self, sequence: GeneratedSequence) -> None:
         self._waiting.forget(sequence.index)
@@ -197,18 +185,11 @@ class BlockDrafter(Drafter):
         if self._end.get(sequence.index) == begin:
             return
         self._leave(sequence)
-        donor = next(
-            (
-                index
-                for index, sibling in self._known.items()
-                if sibling.group == sequence.group and self._first[index] == 0 and self._end[index] >= begin
-            ),
-            None,
-        )
-        if 0 < begin == sequence.shared_len and donor is not None:
+        siblings = (index for index, sibling in self._known.items() if sibling.group == sequence.group)
+        donors = (index for index in siblings if self._first[index] == 0 and self._end[index] >= begin)
+        donor = next(donors, None) if 0 < begin == sequence.shared_len else None
+        if donor is not None:
             self.cache.fork(donor, sequence.index, begin)
-        else:
-            donor = None
         self._first[sequence.index] = begin if donor is None else 0
         self._end[sequence.index], self._known[sequence.index] = begin, sequence
 

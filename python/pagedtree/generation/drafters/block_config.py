@@ -11,8 +11,6 @@ from pagedtree.generation.drafters.formats import check_heads, entry, head_dim_o
 from pagedtree.generation.drafters.layers import LayerSizes
 from pagedtree.generation.drafters.rotary_config import Rotary
 
-__all__ = ["NUM_LAYERS_READ", "BlockDraftConfig"]
-
 # Architectures of DFlash and speculators, by kind.
 ARCHITECTURES = {"dflash": ("DFlashDraftModel", "DFlashSpeculator"), "dflash2": ("DFlash2DraftModel",)}
 # Entries of DFlash 2's convolutions and selector.
@@ -47,7 +45,7 @@ class BlockDraftConfig(LayerSizes):
         window_from_anchor: whether all windows of a block end `sliding_window` before the known token (speculators),
             instead of before each token.
         sample_from_anchor: whether each token of a block predicts the next one; else each mask token its own place.
-        conv_kernel_size, conv_group_size, selector_rank, selector_top_k: of DFlash 2, see `block_layers`; else None.
+        conv_kernel_size, conv_group_size, selector_rank, selector_top_k: of DFlash 2, see `block_model`; else None.
         rotary: kind and base of the rotary embedding; None: the default one of `rope_theta`.
     """
 

@@ -7,11 +7,9 @@ from torch import Tensor
 
 from pagedtree import Draft, append_kv, expand_tree, merge_states, rerank_tree, start_draft, tree_attention
 from pagedtree.bits import packed
-from pagedtree.generation.drafters.block_layers import CandidateSelector
+from pagedtree.generation.drafters.block_model import CandidateSelector
 from pagedtree.generation.drafters.grown import chosen_scores
 from pagedtree.generation.paged_step import PagedStep
-
-__all__ = ["attend_in_parts", "selected_trees"]
 
 
 def attend_in_parts(step: PagedStep, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, around: int) -> Tensor:

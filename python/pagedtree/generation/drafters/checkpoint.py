@@ -17,8 +17,6 @@ from torch import Tensor
 from pagedtree.generation.drafters.checkpoint_config import CONFIG_NAME
 from pagedtree.generation.drafters.formats import size_of
 
-__all__ = ["WEIGHTS_NAME", "StoredTensors", "check_ids", "draft_ids", "have_same_values", "save_checkpoint"]
-
 WEIGHTS_NAME = "model.safetensors"
 
 # Names of safetensors; other dtypes are not read.

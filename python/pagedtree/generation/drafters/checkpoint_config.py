@@ -10,8 +10,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["CAUSAL", "CONFIG_NAME", "HARMLESS", "ConfigEntries"]
-
 CONFIG_NAME = "config.json"
 # Above every real size, and small enough that the product of two fits in 64 bits.
 MAX_SIZE = 1 << 24

@@ -18,8 +18,6 @@ from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.generation.tree_tuner import Odds
 
-__all__ = ["CombinedDrafter"]
-
 # Prior of a model's accepted tokens per step.
 UNKNOWN = 1.0
 # Weight in steps of the prior, and of the batch average for one sequence: damps lucky copies and single bad drafts.

@@ -1,4 +1,4 @@
-"""The drafter of EAGLE-3 heads (Li et al., 2025)."""
+"""The drafters of EAGLE-3 heads (Li et al., 2025) and of P-EAGLE heads (Hui et al., 2026)."""
 
 from __future__ import annotations
 
@@ -9,21 +9,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pagedtree import Draft, drafting, slot_mapping
-from pagedtree.generation.drafters.base import FeatureRows, StepResult, roots_only
+from pagedtree.generation.drafters.base import StepResult, best_trees, roots_only
 from pagedtree.generation.drafters.eagle_head import EagleHead
-from pagedtree.generation.drafters.fixed_features import FixedFeatures
 from pagedtree.generation.drafters.grown import TreeGrower
 from pagedtree.generation.drafters.target import check_place
-from pagedtree.generation.drafters.waiting_features import WaitingFeatures
+from pagedtree.generation.drafters.waiting_features import FeatureReader, FixedFeatures, WaitingFeatures
 from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.paged_step import PagedStep
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
 
-__all__ = ["EagleDrafter"]
 
-
-class EagleDrafter(TreeGrower):
+class EagleDrafter(FeatureReader, TreeGrower):
     """An EAGLE-3 head that grows a tree of at most `num_nodes` nodes and `depth` levels.
 
     Each step runs the head over the tokens that the target has read since, with its features, then over the best
@@ -60,18 +57,9 @@ class EagleDrafter(TreeGrower):
         self._reset(page_size)
         self._sampling = sampling
 
-    def read(self, rows: FeatureRows) -> None:
-        self._waiting.read(rows)
-
-    def observe(self, result: StepResult) -> None:
-        self._waiting.observe(result)
-
     def observe_captured(self, result: StepResult, rows: Tensor) -> None:
         assert self._fixed is not None
         self._fixed.store(result, rows)
-
-    def unread(self, sequences: list[GeneratedSequence]) -> int:
-        return self._waiting.unread(sequences)
 
     def forget(self, sequence: GeneratedSequence) -> None:
         self._waiting.forget(sequence.index)
@@ -129,7 +117,6 @@ class EagleDrafter(TreeGrower):
             self.cache.trim(sequence.index, sequence.root)
 
     def propose_captured(self, tokens: Tensor, lengths: Tensor, active: Tensor, rows: Tensor) -> Draft:
-        """Reads the previous step's features and grows the trees."""
         assert self._fixed is not None
         table, features = self._tables[rows.shape[0]].tensor, self._fixed.features.index_select(0, rows)
         counts = self._fixed.counts.index_select(0, rows).where(active, 0)
@@ -236,3 +223,38 @@ class EagleDrafter(TreeGrower):
             return step.attend(layer, q, k, v, window=0, options={})
 
         return self.head(tokens, states, positions, attend)
+
+
+class ParallelEagleDrafter(EagleDrafter):
+    """A P-EAGLE head that predicts all levels in one pass and proposes the likeliest tree over them.
+
+    The text is followed by `depth - 1` unknown tokens, the head's mask token with `mask_hidden` as features. Each sees
+    the text and the ones before it, and gives one level's distribution. Trees are as in `BlockDrafter`, the rest as in
+    `EagleDrafter`.
+
+    head: one with `mask_hidden` (`EagleHead.from_pretrained` of a folder of speculators); ValueError without.
+    num_nodes, depth, width: as in `ModelDrafter`.
+    """
+
+    grows_by_level = False
+    is_capturable = False
+
+    def __init__(self, head: EagleHead, *, num_nodes: int = 16, depth: int = 8, width: int = 8) -> None:
+        with torch.no_grad():
+            head.unknown_state()  # refuses other heads
+        super().__init__(head, num_nodes=num_nodes, depth=depth, width=width)
+        self.width = width
+        self._log_probs: Tensor | None = None  # joint ones, of the last proposal's nodes
+
+    def propose(self, tokens: Tensor, lengths: Tensor) -> Draft:
+        self._log_probs = None  # of trees of the root alone
+        return super().propose(tokens, lengths)
+
+    def confidence(self) -> Tensor | None:
+        return self._log_probs
+
+    def _guess(self, table: Tensor, lengths: Tensor) -> Draft:
+        states = self._read_until(self._unread_ends(), table, num_unknown=self._depth - 1)
+        logits = self.head.logits(states.view(len(self._selected), self._depth, -1))
+        draft, self._log_probs = best_trees(logits, self.max_nodes, self.width)
+        return draft

@@ -13,8 +13,6 @@ from pagedtree.generation.drafters.formats import check_heads, entry, head_dim_o
 from pagedtree.generation.drafters.layers import LayerSizes, layer_shapes
 from pagedtree.generation.drafters.rotary_config import Rotary
 
-__all__ = ["ARCHITECTURES", "EagleConfig"]
-
 ARCHITECTURE = "LlamaForCausalLMEagle3"  # SGLang's name
 # Other names of this architecture: vLLM's, speculators' and EAGLE's training code.
 OTHERS = ("Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel", "LlamaForCausalLM")
@@ -140,7 +138,8 @@ class EagleConfig(LayerSizes):
         of_layer = [name for name, row in rows_of(type(self)).items() if row.place == "layer"]
         layer |= {name: values[name] for name in (*of_layer, "num_hidden_layers", "attention_bias")}
         rest = {"tie_word_embeddings": False, **{name: values[name] for name in ("target_hidden_size", *FLAGS)}}
-        if not self.needs_nesting:
+        is_plain = self.num_hidden_layers == 1 and not (self.has_head_norms or self.attention_bias)
+        if is_plain and self.mask_token_id is None:
             return {**self.entries, "architectures": [ARCHITECTURE], **layer, **rest}
         kind, architecture = "eagle3", "Eagle3DraftModel"
         if self.mask_token_id is not None:
@@ -148,12 +147,6 @@ class EagleConfig(LayerSizes):
         nested = {**{name: self.entries[name] for name in ROTARY if name in self.entries}, **layer}
         names = {"architectures": [architecture], "speculators_model_type": kind}
         return {**names, "transformer_layer_config": nested, **rest}
-
-    @property
-    def needs_nesting(self) -> bool:
-        return (
-            self.num_hidden_layers > 1 or self.has_head_norms or self.attention_bias or self.mask_token_id is not None
-        )
 
     def feature_layers(self, num_layers: int) -> tuple[int, ...]:
         """Returns the target layers, of `num_layers`, whose outputs are read. ValueError without them."""
@@ -185,9 +178,6 @@ class EagleConfig(LayerSizes):
         if self.fc_norm:
             shapes |= {f"fc_norm.{i}.weight": "target_hidden_size" for i in range(num_layers_read)}
         return shapes
-
-    def sizes(self, num_layers_read: int, draft_vocab_size: int) -> dict[str, Any]:
-        return {**vars(self), NUM_LAYERS_READ: num_layers_read, "draft_vocab_size": draft_vocab_size}
 
 
 def _flag(name: str, top: ConfigEntries, inner: ConfigEntries) -> bool:

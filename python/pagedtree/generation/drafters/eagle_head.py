@@ -12,11 +12,9 @@ from torch.nn import functional as F
 
 from pagedtree.generation.drafters import checkpoint
 from pagedtree.generation.drafters.checkpoint_config import ConfigEntries
-from pagedtree.generation.drafters.eagle_config import LAYER_IDS, EagleConfig
+from pagedtree.generation.drafters.eagle_config import LAYER_IDS, NUM_LAYERS_READ, EagleConfig
 from pagedtree.generation.drafters.layers import Attend, DecoderLayer, RotaryAngles, Rotation
 from pagedtree.generation.drafters.target import SHARDED, Target, call_shared, check_attention
-
-__all__ = ["EagleHead"]
 
 # Supported file names.
 WEIGHTS_NAMES = (checkpoint.WEIGHTS_NAME, "*.safetensors", "pytorch_model.bin")
@@ -207,7 +205,7 @@ class EagleHead(nn.Module):
             )
         stored.expect(
             config.shapes(len(layers)),
-            config.sizes(len(layers), draft_vocab),
+            {**vars(config), NUM_LAYERS_READ: len(layers), "draft_vocab_size": draft_vocab},
             optional=(*OWN_PARTS, "d2t"),
             integers=("d2t",),
             ignored=NOT_READ,

@@ -9,8 +9,6 @@ from typing import Any
 
 from pagedtree.generation.drafters.checkpoint_config import ConfigEntries
 
-__all__ = ["Row", "check_heads", "entry", "head_dim_of", "read_rows", "rows_of", "size_of"]
-
 
 @dataclass(frozen=True)
 class Row:

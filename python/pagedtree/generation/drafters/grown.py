@@ -20,8 +20,6 @@ from pagedtree.generation.paged_step import PagedStep
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
 
-__all__ = ["TreeGrower", "chosen_scores"]
-
 INITIAL_PAGES = 64
 # `draft_law` by law of `expand_tree`.
 DRAFT_LAWS = {"topk": "onehot", "iid": "iid", "swor": "swor", "coupled": "coupled"}

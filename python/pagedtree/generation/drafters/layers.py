@@ -9,15 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = [
-    "Attend",
-    "DecoderLayer",
-    "LayerSizes",
-    "RotaryAngles",
-    "Rotation",
-    "layer_shapes",
-]
-
 HEADS, KV_HEADS = "num_attention_heads * head_dim", "num_key_value_heads * head_dim"
 
 # Cosines and sines of the angles by which halves of heads are rotated, each [..., 1, head_dim / 2].

@@ -13,11 +13,8 @@ from pagedtree.check_draft import as_draft, check_values, rows_of
 from pagedtree.generation.drafters.base import Drafter, roots_only
 from pagedtree.generation.scheduler import GeneratedSequence
 
-__all__ = ["Question", "last_position", "limited", "part_of", "trees_of", "values_at", "without_padding"]
-
 
 def last_position(sequence: GeneratedSequence, drafter: Drafter) -> int:
-    """Returns the last position at which a node is useful."""
     # The last token of a sequence is generated, but never read.
     last, count = sequence.max_length - 2, drafter.num_positions
     # A draft model can read the parent of a node at most at its last position.

@@ -4,32 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pagedtree.generation.drafters.base import Drafter
 from pagedtree.generation.drafters.block import BlockDrafter
 from pagedtree.generation.drafters.block_config import ARCHITECTURES as BLOCK_ARCHITECTURES
 from pagedtree.generation.drafters.block_model import BlockDraftModel
 from pagedtree.generation.drafters.checkpoint_config import ConfigEntries
-from pagedtree.generation.drafters.eagle import EagleDrafter
+from pagedtree.generation.drafters.eagle import EagleDrafter, ParallelEagleDrafter
 from pagedtree.generation.drafters.eagle_config import ARCHITECTURES as EAGLE_ARCHITECTURES
 from pagedtree.generation.drafters.eagle_head import EagleHead
 from pagedtree.generation.drafters.medusa import MedusaDrafter, MedusaHeads
-from pagedtree.generation.drafters.parallel_eagle import ParallelEagleDrafter
-
-__all__ = ["Format", "format_of", "load_drafter"]
 
 # Tree size of Medusa heads, whose drafter has no default.
 NUM_NODES = 16
 # Suffixes of whole models' architectures.
 OF_MODELS = ("ForCausalLM", "ForConditionalGeneration")
-
-
-class Format(NamedTuple):
-    """A format. name: in messages. load: folder, target and sizes -> the drafter."""
-
-    name: str
-    load: Callable[..., Drafter]
 
 
 def load_drafter(
@@ -47,7 +37,7 @@ def load_drafter(
     folder = Path(folder)
     entries = ConfigEntries.load(folder)
     try:
-        return format_of(entries, of_models).load(folder, target, **sizes)
+        return _loader_of(entries, of_models)(folder, target, **sizes)
     except ValueError as error:
         verifier = entries.section("speculators_config").section("verifier").value("name_or_path")
         if isinstance(verifier, str):
@@ -55,25 +45,24 @@ def load_drafter(
         raise
 
 
-def format_of(entries: ConfigEntries, of_models: Callable[..., Drafter] | None = None) -> Format:
-    """Returns a folder's format. Raises ValueError, naming the entry, for unknown ones."""
+def _loader_of(entries: ConfigEntries, of_models: Callable[..., Drafter] | None) -> Callable[..., Drafter]:
+    """Returns the function that makes a drafter of a folder's format, of folder, target and sizes."""
     of_speculators = OF_SPECULATORS if of_models is None else {**OF_SPECULATORS, "mtp": of_models}
     if "speculators_model_type" in entries:
-        kind = entries.word("speculators_model_type", tuple(of_speculators), "")
-        return Format(f"speculators' {kind}", of_speculators[kind])
+        return of_speculators[entries.word("speculators_model_type", tuple(of_speculators), "")]
     names = entries.value("architectures", [])
     names = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
     if any(name in architectures for architectures in BLOCK_ARCHITECTURES.values() for name in names):
-        return Format("DFlash", _block)
+        return _block
     if "medusa_num_heads" in entries or entries.value("model_type") == "medusa":
-        return Format("Medusa", _medusa)
+        return _medusa
     # EAGLE's training code names its heads LlamaForCausalLM, like whole models.
     if any(name in EAGLE_ARCHITECTURES for name in names) and (
         "draft_vocab_size" in entries or "LlamaForCausalLM" not in names
     ):
-        return Format("EAGLE-3", _eagle)
+        return _eagle
     if of_models is not None and any(name.endswith(OF_MODELS) for name in names):
-        return Format("a model", of_models)
+        return of_models
     entries.refuse(
         "architectures",
         "a draft head: EAGLE-3 (LlamaForCausalLMEagle3 and others), DFlash (DFlashDraftModel, DFlash2DraftModel),"

@@ -20,8 +20,6 @@ from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
 
-__all__ = ["MedusaDrafter", "MedusaHeads", "medusa_tree"]
-
 WEIGHTS_NAME = "medusa.safetensors"
 SHAPES = {"weight": "num_heads, hidden_size, hidden_size", "bias": "num_heads, hidden_size"}
 OWN_OUTPUTS = {"outputs": "num_heads, vocab_size, hidden_size"}
@@ -232,7 +230,6 @@ class MedusaDrafter(Drafter):
         return self._trees(rows, active)
 
     def _trees(self, rows: Tensor, active: Tensor | None = None) -> Draft:
-        """Returns the trees of the states in these rows."""
         assert self._hidden is not None
         logits = self.heads(self._hidden.index_select(0, rows))
         if self._vocab_size is not None and logits.shape[-1] > self._vocab_size:

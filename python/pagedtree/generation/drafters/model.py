@@ -17,8 +17,6 @@ from pagedtree.generation.paged_step import PagedStep
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
 
-__all__ = ["ModelDrafter"]
-
 # Vocabularies are padded to multiples of at most a few hundred.
 MAX_PADDING = 1024
 

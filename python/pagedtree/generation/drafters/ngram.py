@@ -12,8 +12,6 @@ from pagedtree.generation.drafters.base import Drafter, StepResult
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
 
-__all__ = ["NgramDrafter"]
-
 
 class NgramDrafter(Drafter):
     """Prompt lookup: the continuation of an earlier occurrence of the last n-gram (`pagedtree.ngram_propose`).

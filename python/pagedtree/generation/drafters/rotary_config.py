@@ -11,8 +11,6 @@ from torch import Tensor
 
 from pagedtree.generation.drafters.checkpoint_config import ConfigEntries
 
-__all__ = ["Rotary"]
-
 # Parameters of each kind. Kinds that depend on the length of the text are not supported.
 KINDS: dict[str, tuple[str, ...]] = {
     "default": (),

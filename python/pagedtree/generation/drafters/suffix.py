@@ -11,8 +11,6 @@ from pagedtree.generation.drafters.text_memory import TextMemory
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
 
-__all__ = ["SuffixDrafter"]
-
 # Places of former texts used per branch of a tree.
 RUNS_OF_A_BRANCH = 2
 

@@ -12,8 +12,6 @@ from pagedtree import attention_plan
 from pagedtree.generation.drafters.checkpoint_config import ConfigEntries
 from pagedtree.generation.packed_model import PackedModel
 
-__all__ = ["Target", "call_shared", "check_attention", "check_place", "dtype_of", "is_offloaded"]
-
 SHARDED = "model: expected an embedding and an output layer in one piece for a draft head, got shards (DTensor, FSDP2)"
 DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 

@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from pagedtree import _C
 
-__all__ = ["TextMemory"]
-
 # Places of a hash chain that a look-up visits at most.
 MAX_PLACES = 16
 # Constants of the 64-bit hash.

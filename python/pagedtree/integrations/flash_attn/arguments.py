@@ -9,8 +9,6 @@ from torch import Tensor
 
 from pagedtree.integrations.masks import all_visible
 
-__all__ = ["even_offsets", "one_of", "refuse", "refuse_gradients", "rows_in_sequences", "scale_of", "visibility"]
-
 
 def refuse(**arguments: Any) -> None:
     """Raises NotImplementedError for an argument that is neither None, 0 nor False."""

@@ -19,8 +19,6 @@ from pagedtree.integrations.flash_attn.arguments import (
 )
 from pagedtree.integrations.indices import INT32_MAX, as_int32
 
-__all__ = ["flash_attn_with_kvcache"]
-
 INTEGERS = ("cache_seqlens", "cache_batch_idx", "block_table", "page_table", "cu_seqlens_q", "cu_seqlens_k_new")
 
 

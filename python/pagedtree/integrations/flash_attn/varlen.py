@@ -9,8 +9,6 @@ from pagedtree import tree_attention
 from pagedtree._arguments import checked, expect_dims, expect_shape
 from pagedtree.integrations.flash_attn.arguments import refuse, refuse_gradients, scale_of, visibility
 
-__all__ = ["flash_attn_varlen_func"]
-
 
 @checked(integers=("cu_seqlens_q", "cu_seqlens_k", "block_table", "seqused_k"))
 def flash_attn_varlen_func(

@@ -16,8 +16,6 @@ from pagedtree._arguments import checked, expect_dims, expect_shape
 from pagedtree.bits import unpacked
 from pagedtree.tree import mask_words
 
-__all__ = ["export_custom_mask", "export_packed_custom_mask", "import_custom_mask", "import_packed_custom_mask"]
-
 _LENGTHS = {"qo_indptr", "seq_lens", "tree_lens"}
 
 

@@ -14,8 +14,6 @@ from pagedtree.integrations.flashinfer.pages import page_table as tables
 from pagedtree.integrations.flashinfer.planning import PlannedTypes, count_queries
 from pagedtree.integrations.masks import all_visible
 
-__all__ = ["BatchMLAPagedAttentionWrapper"]
-
 # Arguments that have no effect on the result: run() takes tensors in one part and in two, whatever plan() was told.
 HINTS = {"backend", "use_profiler", "query_layout", "kv_cache_layout", "enable_pdl"}
 

@@ -16,8 +16,6 @@ from pagedtree.integrations.flashinfer.pages import PagedKVCache, cache_views, p
 from pagedtree.integrations.flashinfer.planning import TYPES, PlannedTypes, count_queries
 from pagedtree.integrations.masks import all_visible
 
-__all__ = ["BatchPrefillWithPagedKVCacheWrapper"]
-
 # Arguments of plan() that are only scheduling hints for FlashInfer, or redundant for pagedtree.
 HINTS = {
     "rope_scale", "rope_theta", "non_blocking", "seq_lens", "seq_lens_q", "block_tables", "max_token_per_sequence",

@@ -9,16 +9,6 @@ from pagedtree import append_kv
 from pagedtree._arguments import checked, expect_dims, expect_shape
 from pagedtree.integrations.indices import INT32_MAX, as_int32
 
-__all__ = [
-    "PagedKVCache",
-    "append_paged_kv_cache",
-    "append_paged_mla_kv_cache",
-    "cache_views",
-    "get_batch_indices_positions",
-    "get_seq_lens",
-    "page_table",
-]
-
 PagedKVCache = Tensor | tuple[Tensor, Tensor]
 
 

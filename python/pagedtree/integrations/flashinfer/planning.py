@@ -10,8 +10,6 @@ from torch import Tensor
 
 from pagedtree._arguments import expect_shape
 
-__all__ = ["TYPES", "PlannedTypes", "count_queries"]
-
 TYPES = ("q_data_type", "kv_data_type", "o_data_type")
 
 

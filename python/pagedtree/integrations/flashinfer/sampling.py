@@ -8,8 +8,6 @@ from torch import Tensor
 from pagedtree import SamplingParams, build_trees, verify_rejection
 from pagedtree._arguments import checked, expect_shape
 
-__all__ = ["chain_speculative_sampling"]
-
 
 @checked(integers=("draft_token_ids",), own=("seed", "offset"))
 def chain_speculative_sampling(

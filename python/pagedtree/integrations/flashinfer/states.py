@@ -10,8 +10,6 @@ from torch import Tensor
 from pagedtree import merge_states as join
 from pagedtree._arguments import checked, expect_dims, expect_shape
 
-__all__ = ["merge_state", "merge_state_in_place", "merge_states"]
-
 
 @checked()
 def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:

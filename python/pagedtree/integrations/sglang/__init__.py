@@ -7,10 +7,9 @@ The functions have the names, arguments and in-place outputs of sgl_kernel and n
 from pagedtree.integrations.sglang.kv_cache import move_kv_cache
 from pagedtree.integrations.sglang.masks import TreeMaskMode, tree_mask_words
 from pagedtree.integrations.sglang.trees import build_tree_kernel_efficient, reconstruct_indices_from_tree_mask
-from pagedtree.integrations.sglang.verify import tree_speculative_sampling_target_only, verify_tree_greedy
-from pagedtree.integrations.sglang.wrappers import (
-    build_tree_kernel_efficient_cpu,
-    verify_tree_greedy_cpu,
+from pagedtree.integrations.sglang.verify import (
+    tree_speculative_sampling_target_only,
+    verify_tree_greedy,
     verify_tree_greedy_func,
 )
 
@@ -26,3 +25,5 @@ __all__ = [
     "verify_tree_greedy_cpu",
     "verify_tree_greedy_func",
 ]
+
+build_tree_kernel_efficient_cpu, verify_tree_greedy_cpu = build_tree_kernel_efficient, verify_tree_greedy

@@ -1,4 +1,4 @@
-"""The attention backend: passes SGLang's token pool and batches to `tree_attention` unchanged."""
+"""The attention backends: they pass SGLang's token pool and batches to `tree_attention` unchanged."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ try:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 except ImportError:  # the class can be looked at and tested without SGLang
     AttentionBackend = object
-
-__all__ = ["PagedTreeBackend", "Step", "slots_of", "width_of"]
 
 LATENT = (512, 64)  # columns of a latent and of its rotary key, which are one row of the pool
 
@@ -134,11 +132,6 @@ class PagedTreeBackend(AttentionBackend):
             page_size=self.page_size,
         )
 
-    def forward_decode(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
-    ) -> Tensor:
-        return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-
     def forward_extend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
     ) -> Tensor:
@@ -193,8 +186,50 @@ class PagedTreeBackend(AttentionBackend):
         assert isinstance(out, Tensor)
         return out.view(-1, heads * head_dim_v)
 
+    forward_decode = forward_extend
+
     def support_triton(self) -> bool:
         return False
+
+
+class PagedTreeDraftBackend:
+    """Prepares EAGLE's drafting steps after the first, by `attn_backends[i]`: `topk` branches per request, which see
+    the prefix and their own slots, as pages of one slot."""
+
+    def __init__(self, model_runner: Any, topk: int, num_steps: int) -> None:
+        self.topk, self.num_steps = topk, num_steps
+        self.attn_backends = [PagedTreeBackend(model_runner) for _ in range(num_steps - 1)]
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        pass
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        pass
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        self._prepare(forward_batch, self.attn_backends[0].max_context_len)
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        self._prepare(forward_batch, width_of(self.attn_backends[0], forward_batch))
+
+    def _prepare(self, forward_batch: Any, width: int) -> None:
+        lens, topk = forward_batch.seq_lens.long(), self.topk
+        prefix = slots_of(self.attn_backends[0], forward_batch, width)
+        drafts = forward_batch.out_cache_loc.view(-1, topk, self.num_steps)  # in order of branches, then steps
+        table = torch.nn.functional.pad(prefix, (0, self.num_steps)).repeat_interleave(topk, 0)
+        lens = lens.repeat_interleave(topk)
+        places = lens[:, None] + torch.arange(self.num_steps, device=lens.device, dtype=torch.int64)
+        table = table.scatter(1, places, drafts.flatten(0, 1).to(table.dtype))
+        offsets = torch.arange(table.shape[0] + 1, dtype=torch.int32, device=lens.device)
+        for step, backend in enumerate(self.attn_backends):
+            backend.forward_metadata = Step(
+                page_table=table,
+                seq_lens=(lens + step + 1).int(),
+                cu_seqlens_q=offsets,
+                tree_mask=None,
+                max_seqlen_q=1,
+                page_size=1,
+            )
 
 
 def width_of(backend: PagedTreeBackend, forward_batch: Any, new: int = 0) -> int:

@@ -11,8 +11,6 @@ from pagedtree import compact_kv
 from pagedtree._arguments import checked
 from pagedtree.integrations.indices import as_int32
 
-__all__ = ["move_kv_cache"]
-
 MOVES = 1023  # the most in one path of `compact_kv`
 
 

@@ -12,8 +12,6 @@ from pagedtree.bits import packed
 from pagedtree.integrations.indices import INT32_MAX
 from pagedtree.tree import mask_words
 
-__all__ = ["TreeMaskMode", "tree_mask_words", "write_mask"]
-
 
 class TreeMaskMode(IntEnum):
     """The buffer layout of a tree mask of N nodes per sequence; the sequences follow each other.

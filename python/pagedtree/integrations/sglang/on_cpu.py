@@ -10,8 +10,6 @@ from torch import Tensor
 
 from pagedtree.integrations.sglang.verify import tree_speculative_sampling_target_only
 
-__all__ = ["last_loc", "top_k_renorm", "top_p_renorm", "verify_uses_greedy"]
-
 
 def last_loc(req_to_token: Tensor, req_pool_indices_tensor: Tensor, prefix_lens_tensor: Tensor) -> Tensor:
     """Returns the slot before each request's new ones, -1: none. Replaces `mem_cache.allocation.get_last_loc`."""

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-__all__ = ["change_engine"]
-
 
 @cache
 def change_engine() -> None:
@@ -35,8 +33,7 @@ def create_draft_backend(
     """Adds pagedtree to SGLang's draft backends; `stamps_children` comes with multi-step ones."""
 
     def create() -> tuple[str, Any]:
-        from pagedtree.integrations.sglang.attention import PagedTreeBackend
-        from pagedtree.integrations.sglang.drafting import PagedTreeDraftBackend
+        from pagedtree.integrations.sglang.attention import PagedTreeBackend, PagedTreeDraftBackend
 
         runner = factory.draft_model_runner
         if stamps_children:

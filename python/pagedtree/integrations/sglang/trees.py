@@ -13,8 +13,6 @@ from pagedtree import TreeBatch, build_trees
 from pagedtree._arguments import checked, expect_shape
 from pagedtree.integrations.sglang.masks import write_mask
 
-__all__ = ["build_tree_kernel_efficient", "reconstruct_indices_from_tree_mask", "trees_from_links"]
-
 LINKS = ("retrive_index", "retrive_next_token", "retrive_next_sibling")
 
 

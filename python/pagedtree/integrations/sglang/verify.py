@@ -9,9 +9,6 @@ from pagedtree import SamplingParams, TreeBatch, Verdict, verify_rejection, veri
 from pagedtree._arguments import checked, expect_shape
 from pagedtree.integrations.sglang.trees import LINKS, either_spelling, expect_links, trees_from_links
 
-__all__ = ["tree_speculative_sampling_target_only", "verify_tree_greedy"]
-
-
 OUTPUTS = ("predicts", "accept_index", "accept_token_num")
 INTEGERS = (*OUTPUTS, "candidates", *LINKS, "target_predict")
 
@@ -46,6 +43,25 @@ def verify_tree_greedy(
     expect_shape(candidates.shape, target_predict=target_predict)
     verdict = verify_tokens(target_predict.flatten()[rows].flatten(), candidates.gather(1, order).flatten(), trees)
     _write(predicts, accept_index, accept_token_num, verdict, rows)
+
+
+@either_spelling
+def verify_tree_greedy_func(
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    target_predict: Tensor,
+    topk: int = -1,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `verify_tree_greedy`, and returns predicts, accept_index and accept_token_num. topk has no effect."""
+    outputs = predicts, accept_index, accept_token_num
+    links = retrive_index, retrive_next_token, retrive_next_sibling
+    verify_tree_greedy(*outputs, candidates, *links, target_predict)
+    return outputs
 
 
 @either_spelling

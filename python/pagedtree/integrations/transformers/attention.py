@@ -20,8 +20,6 @@ from pagedtree.integrations.masks import all_visible
 from pagedtree.integrations.transformers.latent import attend_latent, is_absorbed
 from pagedtree.integrations.transformers.packed_pass import running_pass
 
-__all__ = ["NAME", "attention_forward", "autocast_dtype", "register"]
-
 NAME = "pagedtree"
 
 
@@ -72,7 +70,9 @@ def attention_forward(
     }
     layer: Any = getattr(module, "layer_idx", None)
     packed = running_pass()
-    query, key, value = _in_autocast(query, key, value)
+    if (dtype := autocast_dtype(query.device)) is not None:
+        states = (query, key, value)
+        query, key, value = (state if state.dtype == torch.float64 else state.to(dtype) for state in states)
     if packed is not None:
         seen = packed.mask.window_of(attention_mask)
         if is_absorbed(module):
@@ -90,13 +90,6 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):  # which does not know meta
         return None
     return torch.get_autocast_dtype(device.type)
-
-
-def _in_autocast(*states: Tensor) -> tuple[Tensor, ...]:
-    dtype = autocast_dtype(states[0].device)
-    if dtype is None:
-        return states
-    return tuple(state if state.dtype == torch.float64 else state.to(dtype) for state in states)
 
 
 def _refuse_unsupported(module: nn.Module, key: Tensor, value: Tensor, dropout: float, kwargs: dict[str, Any]) -> None:
@@ -135,12 +128,12 @@ def _attend_dense(
         kv_len = num_queries  # transformers gives no mask for a prompt, be it the first one of a longer, static cache
     index = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
     seq_lens = torch.full_like(index[:-1], kv_len)
-    tree_mask = tree_lens = None
+    masks: dict[str, Any] = {}
     if attention_mask is not None:
-        tree_mask, tree_lens, window = _mask_words(attention_mask, batch, num_queries, kv_len), seq_lens, 0
+        words = _mask_words(attention_mask, batch, num_queries, kv_len)
+        masks, window = {"tree_mask": words, "tree_lens": seq_lens}, 0
     elif not is_causal:
         masks = all_visible(batch * num_queries, seq_lens)
-        tree_mask, tree_lens = masks["tree_mask"], masks["tree_lens"]
     out = tree_attention(
         query.transpose(1, 2).reshape(batch * num_queries, num_heads, head_dim),
         key.transpose(1, 2),
@@ -148,10 +141,9 @@ def _attend_dense(
         index[:-1, None],
         seq_lens,
         index * num_queries,
-        tree_mask,
-        tree_lens=tree_lens,
         max_seqlen_q=num_queries,
         window=window,
+        **masks,
         **options,
     )
     return cast(Tensor, out).unflatten(0, (batch, num_queries))

@@ -23,8 +23,6 @@ from pagedtree.integrations.transformers.model import ModelDrafter
 from pagedtree.integrations.transformers.mtp import load_drafter
 from pagedtree.testing import backends
 
-__all__ = ["is_fast", "main"]
-
 FILTERS = ("temperature", "top_k", "top_p", "min_p")
 # Statistics that are no fields of `GenerationStats`.
 RATES = ("num_tokens", "time_to_first_token", "tokens_per_second", "decode_tokens_per_second", "tokens_per_step")

@@ -20,8 +20,6 @@ from pagedtree.generation.token_options import TokenOptions
 from pagedtree.grammars import GrammarMatcher
 from pagedtree.integrations.transformers.generate import fed, generate, to_its_end
 
-__all__ = ["tree_generate"]
-
 # Arguments of `model.generate` that transformers hands to its own decoding loops alone, and its cache.
 KEPT = ("streamer", "assistant_model", "synced_gpus")
 REFUSED = {

@@ -9,8 +9,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["compiled_from", "uncompiled", "with_forwards", "with_functions"]
-
 
 @contextmanager
 def with_forwards(
@@ -40,7 +38,9 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
     """Runs the model's modules without `torch.compile` inside the block."""
     modules = list(model.modules())
     called = [(module, None) for module in modules if module._compiled_call_impl is not None]
-    with with_forwards(called, "_compiled_call_impl"), with_forwards(_plain_forwards(modules)):
+    plain = ((module, compiled_from(module)) for module in modules)
+    own = ((m, f if "forward" in vars(m) else MethodType(f, m)) for m, f in plain if f is not None)
+    with with_forwards(called, "_compiled_call_impl"), with_forwards(own):
         yield
 
 
@@ -48,9 +48,3 @@ def compiled_from(module: nn.Module) -> Callable[..., Any] | None:
     """Returns the function that `torch.compile` made the module's forward from, or None."""
     forward: Callable[..., Any] | None = getattr(module.forward, "_torchdynamo_orig_callable", None)
     return forward
-
-
-def _plain_forwards(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
-    for module in modules:
-        if (forward := compiled_from(module)) is not None:
-            yield module, forward if "forward" in vars(module) else MethodType(forward, module)

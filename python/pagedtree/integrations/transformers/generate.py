@@ -35,8 +35,6 @@ from pagedtree.integrations.transformers.turns import in_turn
 if TYPE_CHECKING:
     from pagedtree.distributed import VocabShards
 
-__all__ = ["fed", "generate", "to_its_end"]
-
 # Trees of a drafter that does not say how big they get.
 ASSUMED_MAX_NODES = 64
 # The most nodes of a tree that `tree_delta_rule` takes.

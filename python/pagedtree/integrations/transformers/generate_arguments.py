@@ -28,19 +28,6 @@ if TYPE_CHECKING:
     from pagedtree.distributed import VocabShards
     from pagedtree.integrations.transformers.generation_config import ConfigFields
 
-__all__ = [
-    "Prompts",
-    "Request",
-    "at_least_one",
-    "check_kinds",
-    "check_segment",
-    "eos_tokens",
-    "grammars_of",
-    "integer",
-    "logprobs_of",
-    "pad_token",
-]
-
 # Maximum of `token_logprobs`.
 MOST_LOGPROBS = 1024
 # A tokenizer's outputs that do not change the model's input, and input_ids.
@@ -106,7 +93,6 @@ class Prompts:
     def of(
         cls, model: Any, input_ids: Any, attention_mask: Any, vocab_size: int, eos_ids: list[int], pad: Any, n: int
     ) -> Prompts:
-        """Reads and checks the arguments of `generate`."""
         pad = pad_token(model, pad)
         if isinstance(input_ids, Mapping) and input_ids.get("token_type_ids") is not None:
             check_token_types(model)

@@ -15,8 +15,6 @@ from pagedtree.generation.stop_strings import StopStrings
 from pagedtree.integrations.transformers.generate_arguments import integer
 from pagedtree.integrations.transformers.logits_processors import WARPERS, Processors, known_tokens, read_processors
 
-__all__ = ["ConfigFields", "config_fields"]
-
 # In the order in which transformers applies them.
 PROCESSORS = {
     "sequence_bias": generation.SequenceBiasLogitsProcessor,

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from pagedtree.generation.paged_step import PagedStep
 from pagedtree.integrations.transformers.forwards import with_forwards
 
-__all__ = ["absorbed", "attend_latent", "is_absorbed", "latent_layers"]
-
 LATENT_DIM, ROPE_DIM = 512, 64
 
 

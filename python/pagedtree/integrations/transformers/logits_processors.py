@@ -27,8 +27,6 @@ from transformers.generation import (
 from pagedtree import SamplingParams
 from pagedtree.generation.token_options import TokenOptions
 
-__all__ = ["WARPERS", "Processors", "known_tokens", "read_processors"]
-
 # In the order in which transformers applies them.
 WARPERS = {
     TemperatureLogitsWarper: "temperature",

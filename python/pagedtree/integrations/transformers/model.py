@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from pagedtree.generation import drafters
@@ -24,8 +23,6 @@ from pagedtree.integrations.transformers.latent import absorbed, latent_layers
 from pagedtree.integrations.transformers.packed_pass import PackedPass
 from pagedtree.integrations.transformers.recurrent import RECURRENT_KINDS, on_trees, recurrent_layers
 from pagedtree.integrations.transformers.whole_inputs import check_preparation, check_scales
-
-__all__ = ["ModelDrafter", "TransformersModel", "check_model", "decoder_layers", "use_attention"]
 
 # Layer kinds, by their config names: with attention, and without token mixing.
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "hybrid"}
@@ -148,46 +145,27 @@ class TransformersModel(PackedModel):
         model = getattr(model, "_orig_mod", model)  # of torch.compile(model)
         check_model(model)
         self.model, self.latent_layers, self.recurrent_layers = model, latent_layers(model), recurrent_layers(model)
-        self._watched = _Watched()
+        self._watched = _Watched(model)
+        embeddings, config = model.get_input_embeddings(), model.config.get_text_config()
+        self.device = next(_devices(embeddings), embeddings.weight.device)
+        # Adapters around an embedding have its weight alone; a quantised weight may have another shape.
+        self.vocab_size = int(getattr(embeddings, "num_embeddings", None) or embeddings.weight.shape[0])
+        self.num_logits = int((model.get_output_embeddings() or embeddings).weight.shape[0])
+        self.hidden_size, self.is_recurrent = int(config.hidden_size), bool(self.recurrent_layers)
+        positions = (getattr(config, field, None) for field in POSITIONS)
+        self.num_positions = next((value for value in positions if isinstance(value, int) and value > 0), None)
+        weights = list(model.parameters())
+        self.num_weights = sum(weight.numel() for weight in weights)
         # Weights of other types, such as DTensor, may hook into torch's autograd dispatch.
-        tensors = (*model.parameters(), *model.buffers())
+        tensors = (*weights, *model.buffers())
         self._is_plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
         # Asked for here, as that takes 0.3 ms, which passes of a small model would notice.
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._makes_masks, self._dtype = _makes_masks(model), dtype_of(model)
 
     @property
-    def device(self) -> torch.device:
-        embeddings = self.model.get_input_embeddings()
-        return next(_devices(embeddings), embeddings.weight.device)
-
-    @property
-    def vocab_size(self) -> int:
-        embeddings = self.model.get_input_embeddings()
-        # Adapters around an embedding have its weight alone; a quantised weight may have another shape.
-        return int(getattr(embeddings, "num_embeddings", None) or embeddings.weight.shape[0])
-
-    @property
-    def num_logits(self) -> int:
-        layer = self.model.get_output_embeddings() or self.model.get_input_embeddings()
-        return int(layer.weight.shape[0])
-
-    @property
-    def hidden_size(self) -> int:
-        return int(self.model.config.get_text_config().hidden_size)
-
-    @property
-    def num_weights(self) -> int:
-        return sum(weight.numel() for weight in self.model.parameters())
-
-    @property
-    def num_positions(self) -> int | None:
-        config = self.model.config.get_text_config()
-        values = (getattr(config, field, None) for field in POSITIONS)
-        return next((value for value in values if isinstance(value, int) and value > 0), None)
-
-    @property
     def has_position_table(self) -> bool:
+        """Whether it cannot read other positions."""
         count = self.num_positions
         for module in self.model.modules():
             for name in POSITION_TABLES:
@@ -201,10 +179,6 @@ class TransformersModel(PackedModel):
                 if weight.shape[0] - offset == count:
                     return True
         return False
-
-    @property
-    def is_recurrent(self) -> bool:
-        return bool(self.recurrent_layers)
 
     @contextmanager
     def use(self) -> Iterator[None]:
@@ -231,7 +205,7 @@ class TransformersModel(PackedModel):
         wanted = needs_hidden, tuple(feature_layers)
         if wanted != self._watched.wanted:
             self._watched.stop()
-            self._watched = _Watched.of(model, *wanted)
+            self._watched = _Watched(model, *wanted)
         with packed.active(), absorbed(self.latent_layers), self._without_autograd():
             logits = model(
                 input_ids=input_ids[None],
@@ -299,22 +273,17 @@ class ModelDrafter(drafters.ModelDrafter):
 class _Watched:
     """Captures the output layer's input and decoder layers' outputs, as `wanted`, by hooks that stay until `stop`."""
 
-    def __init__(self) -> None:
-        self.wanted: tuple[bool, tuple[int, ...]] = False, ()
+    def __init__(self, model: Any, needs_hidden: bool = False, feature_layers: tuple[int, ...] = ()) -> None:
+        self.wanted = needs_hidden, feature_layers
         self._kept: dict[int, Tensor] = {}  # by the layer's index, the output layer's is -1
-        self._handles: list[RemovableHandle] = []
-
-    @classmethod
-    def of(cls, model: Any, needs_hidden: bool, feature_layers: tuple[int, ...]) -> _Watched:
-        watched = cls()
-        watched.wanted = needs_hidden, feature_layers
         layers = decoder_layers(model, feature_layers)
+        self._handles = [
+            layer.register_forward_hook(partial(self._keep_output, i))
+            for i, layer in zip(feature_layers, layers, strict=True)
+        ]
         if needs_hidden:
-            hook = partial(watched._keep_input, -1)
-            watched._handles.append(model.get_output_embeddings().register_forward_pre_hook(hook))
-        for index, layer in zip(feature_layers, layers, strict=True):
-            watched._handles.append(layer.register_forward_hook(partial(watched._keep_output, index)))
-        return watched
+            hook = partial(self._keep_input, -1)
+            self._handles.append(model.get_output_embeddings().register_forward_pre_hook(hook))
 
     def take(self) -> tuple[Tensor | None, Tensor | None]:
         """Takes the last pass's results: hidden states of rows with logits, concatenated features of all tokens."""

@@ -21,8 +21,6 @@ from pagedtree.integrations.transformers.latent import absorbed, latent_layers
 from pagedtree.integrations.transformers.model import ATTENTION_KINDS, decoder_layers
 from pagedtree.integrations.transformers.packed_pass import PackedPass
 
-__all__ = ["MtpDrafter", "MtpHead", "load_drafter"]
-
 WEIGHTS_NAMES = (WEIGHTS_NAME, "*.safetensors")
 # Embedding and output layer in a checkpoint: behind the prefix of the MTP layer, then among the model's own tensors.
 ENDS = (

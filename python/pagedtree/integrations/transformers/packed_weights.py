@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from pagedtree.integrations.transformers.forwards import uncompiled
 from pagedtree.integrations.transformers.turns import in_turn
 
-__all__ = ["PackedLinear", "packed_weights"]
-
 # Smaller weights stay as they are, by elements: the call itself takes oneDNN 15 us and torch 2 us. Measured on two
 # AVX-512 cores at 1 to 32 rows. In fp32 smaller weights are as fast or faster unpacked.
 MIN_ELEMENTS = {torch.bfloat16: 1 << 15, torch.float16: 1 << 15, torch.float32: 1 << 19}

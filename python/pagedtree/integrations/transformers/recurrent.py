@@ -20,8 +20,6 @@ from pagedtree.generation.recurrent_step import RecurrentStep
 from pagedtree.integrations.transformers.forwards import compiled_from, with_forwards, with_functions
 from pagedtree.integrations.transformers.packed_pass import current_pass
 
-__all__ = ["RECURRENT_KINDS", "on_trees", "recurrent_layers"]
-
 # Layer kinds, by their config names, with a recurrent layer, alone or with attention.
 RECURRENT_KINDS = {"linear_attention", "hybrid", "conv"}
 # The supported recurrent layers, by their function for a whole sequence; the convolution is separate.

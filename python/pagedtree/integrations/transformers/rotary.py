@@ -12,8 +12,6 @@ from typing import Any
 
 from pagedtree.generation.scheduler import GeneratedSequence
 
-__all__ = ["check_constant", "check_rotation"]
-
 # transformers' names of these types; "dynamic" may be a part of one.
 LONG, DYNAMIC = "longrope", "dynamic"
 

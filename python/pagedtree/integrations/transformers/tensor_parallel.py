@@ -12,8 +12,6 @@ from torch import nn
 
 from pagedtree.distributed import VocabShards
 
-__all__ = ["tensor_parallel"]
-
 
 @torch.no_grad()
 def tensor_parallel(model: Any, *, group: dist.ProcessGroup | None = None, gather_logits: bool = False) -> VocabShards:

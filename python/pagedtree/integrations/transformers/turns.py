@@ -9,8 +9,6 @@ from contextlib import contextmanager
 
 from torch import nn
 
-__all__ = ["in_turn"]
-
 _changed = threading.Condition()
 _owners: dict[int, int] = {}  # thread by id of the object that it uses
 

@@ -11,8 +11,6 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-__all__ = ["check_preparation", "check_scales", "check_token_types"]
-
 # Methods that make the inputs of a forward from a text; packed tokens do without.
 PREPARING = (
     *("prepare_inputs_for_generation", "_prepare_model_inputs", "_update_model_kwargs_for_generation", "_prefill"),

@@ -8,8 +8,6 @@ from vllm.v1.outputs import DraftTokenIds
 
 from pagedtree.integrations.vllm.scheduler import TreeScheduler
 
-__all__ = ["AsyncTreeScheduler"]
-
 
 class AsyncTreeScheduler(TreeScheduler, AsyncScheduler):
     """scheduler_cls for asynchronous scheduling, on runner V2; fills grammar masks once the target's pass has begun."""

@@ -23,16 +23,6 @@ from pagedtree import PreparedAttention, append_kv, attention_plan, rope_append
 from pagedtree._C import HEAD_DIMS
 from pagedtree.integrations.vllm.limits import check_worker, uses_trees
 
-__all__ = [
-    "LayerKind",
-    "PagedTreeBackend",
-    "PagedTreeImpl",
-    "PagedTreeMetadata",
-    "PagedTreeMetadataBuilder",
-    "TreeMask",
-    "kv_views",
-]
-
 FP8 = ("fp8", "fp8_e4m3")
 
 
@@ -216,12 +206,10 @@ class PagedTreeImpl(AttentionImpl[PagedTreeMetadata]):
         if attn_type != AttentionType.DECODER:
             raise NotImplementedError(f"pagedtree's backend: expected attn_type decoder, got {attn_type}")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
-        self.num_kv_heads = num_kv_heads or num_heads
-        self.window = sliding_window or 0
-        self.softcap = logits_soft_cap or 0.0
-        self.sinks = sinks
-        self.kv_cache_dtype = kv_cache_dtype
+        self.num_kv_heads, self.kv_cache_dtype, self.sinks = num_kv_heads or num_heads, kv_cache_dtype, sinks
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        softcap, window = logits_soft_cap or 0.0, sliding_window or 0
+        self._kind = LayerKind(num_heads, self.num_kv_heads, head_size, 0, self.scale, softcap, window)
         # The layer's cache, with its keys and values and the kind that it makes of the layer.
         self._views: tuple[Tensor, Tensor, Tensor, LayerKind] | None = None
 
@@ -289,16 +277,7 @@ class PagedTreeImpl(AttentionImpl[PagedTreeMetadata]):
         """Returns keys and values; caches the views, which are slow to make."""
         if self._views is None or self._views[0] is not kv_cache:
             keys, values = kv_views(kv_cache, self.kv_cache_dtype)
-            kind = LayerKind(
-                self.num_heads,
-                self.num_kv_heads,
-                self.head_size,
-                keys.shape[1],
-                self.scale,
-                self.softcap,
-                self.window,
-            )
-            self._views = kv_cache, keys, values, kind
+            self._views = kv_cache, keys, values, self._kind._replace(page_size=keys.shape[1])
         return self._views[1:]
 
     def _scales(self, layer: Any) -> dict[str, Any]:

@@ -17,8 +17,6 @@ from pagedtree.bits import unpacked
 from pagedtree.integrations.vllm.options import PENALTIES, is_same_batch, option_rows
 from pagedtree.options import OptionRows
 
-__all__ = ["DeviceSampling"]
-
 
 class DeviceSampling:
     """Sampling, options and log-probabilities from the state of vLLM's sampler, without reading from the device."""

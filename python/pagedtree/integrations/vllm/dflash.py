@@ -12,8 +12,6 @@ from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from pagedtree.generation.drafters.base import best_trees
 from pagedtree.integrations.vllm.speculator import KeptTrees
 
-__all__ = ["DFlashTreeSpeculator"]
-
 
 class DFlashTreeSpeculator(KeptTrees, DFlashSpeculator):
     """Makes the likeliest tree (`pagedtree.best_first_tree`) of `num_speculative_tokens` nodes and as many levels from

@@ -10,6 +10,8 @@ docs/integrations/vllm.md has the options.
 
 from __future__ import annotations
 
+import itertools
+import sys
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,10 +27,10 @@ from pagedtree.generation.drafters import EagleDrafter, EagleHead, FeatureRows, 
 from pagedtree.generation.drafters.base import as_drafter, best_trees
 from pagedtree.generation.drafters.limits import Question
 from pagedtree.generation.rules import Sampling
+from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.integrations.transformers import ModelDrafter, tensor_parallel
 from pagedtree.integrations.vllm.limits import MAX_NODES
 from pagedtree.integrations.vllm.proposals import Proposal, host_proposals, padded
-from pagedtree.integrations.vllm.texts import Texts
 from pagedtree.integrations.vllm.tree_drafter import SECTION, TreeDrafter
 from pagedtree.integrations.vllm.whole_ends import WholeEnds
 
@@ -56,23 +58,45 @@ class WithoutModel(TreeDrafter):
 
 
 class KnowsTexts(TreeDrafter):
-    """Base class for a stateful drafter of `generate`."""
+    """Base class for a stateful drafter of `generate`, which sees vLLM's requests as its sequences."""
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config)
-        self.texts = Texts()
         self.drafter: Any = None  # on the ranks that draft
         self.device = torch.device("cpu")
+        self._sequences: dict[str, GeneratedSequence] = {}
+        self._indices = itertools.count()
+
+    def begin(self, drafter: Any, target: Any) -> None:
+        sampling = Sampling("greedy", None, torch.zeros(1, dtype=torch.int64), vocab_size=self.vocab_size)
+        drafter.begin(page_size=16, sampling=sampling)
+        # By weight counts, the time per token relative to the target's.
+        weights = (weight.numel() for network in drafter.networks for weight in network.parameters())
+        of_target = get_tp_group().world_size * sum(weight.numel() for weight in target.parameters())
+        self.drafter, self.share = drafter, (drafter.num_weights or sum(weights)) / of_target
 
     def forget(self, request_id: str) -> None:
         super().forget(request_id)
-        self.texts.forget(request_id, self.drafter)
+        if (sequence := self._sequences.pop(request_id, None)) is not None:
+            self.drafter.forget(sequence)
+
+    def known(self, request_id: str) -> list[int]:
+        sequence = self._sequences.get(request_id)
+        return sequence.tokens if sequence is not None else []
+
+    def sequences(self, request_ids: list[str], tokens: list[np.ndarray]) -> list[GeneratedSequence]:
+        for request_id, text in zip(request_ids, tokens, strict=True):
+            if request_id not in self._sequences:
+                index = next(self._indices)
+                self._sequences[request_id] = GeneratedSequence(index, group=index, tokens=[], max_length=sys.maxsize)
+            self._sequences[request_id].tokens = text.tolist()
+        return [self._sequences[request_id] for request_id in request_ids]
 
     def limit_depth(self, levels: int) -> None:
         self.drafter.limit_depth(levels)
 
     def draft(self, request_ids: list[str], tokens: list[np.ndarray]) -> list[Proposal]:
-        sequences = self.texts.sequences(request_ids, tokens)
+        sequences = self.sequences(request_ids, tokens)
         question = Question(self.drafter, sequences, *padded(tokens, self.device))
         return host_proposals(question.answer(), question.confidence())
 
@@ -140,9 +164,7 @@ class ModelTreeDrafter(KnowsTexts):
             self.drafter = self._load(None)
         else:
             return
-        self.drafter = as_drafter(self.drafter)
-        self.drafter.begin(page_size=16, sampling=_greedy(vocab_size))
-        self.share = _share_of(self.drafter.num_weights, target_model)
+        self.begin(as_drafter(self.drafter), target_model)
 
     def _load(self, group: dist.ProcessGroup | None) -> ModelDrafter:
         dtype = self.vllm_config.model_config.dtype
@@ -156,12 +178,12 @@ class ModelTreeDrafter(KnowsTexts):
         return ModelDrafter(model, num_nodes=self.max_nodes, depth=self.options["depth"], width=self.options["width"])
 
     def unread(self, request_ids: list[str], tokens: list[np.ndarray]) -> float:
-        counts = [len(self.texts.known(request_id)) for request_id in request_ids]
+        counts = [len(self.known(request_id)) for request_id in request_ids]
         return self.share * sum(max(len(text) - n - 1, 0) for text, n in zip(tokens, counts, strict=True))
 
     def draft(self, request_ids: list[str], tokens: list[np.ndarray]) -> list[Proposal]:
         for request_id, text in zip(request_ids, tokens, strict=True):
-            prefix = self.texts.known(request_id)
+            prefix = self.known(request_id)
             if len(prefix) >= len(text) or text[: len(prefix)].tolist() != prefix:
                 self.forget(request_id)  # the text was replaced (a session, or the id is used again)
         # The draft model reads its accepted tokens again, in the pass that it needs for the newest one anyway. So its
@@ -243,23 +265,19 @@ class FolderTreeDrafter(WithoutModel, KnowsTexts):
         drafter = self.make(WholeEnds(target_model, config))
         self.feature_layers, self.grows_by_level = drafter.feature_layers, drafter.grows_by_level
         self.max_depth = drafter.max_depth
-        if get_tp_group().rank_in_group != 0:
-            return
-        self.drafter = drafter
-        self.drafter.begin(page_size=16, sampling=_greedy(config.get_vocab_size()))
-        num_weights = sum(weight.numel() for network in drafter.networks for weight in network.parameters())
-        self.share = _share_of(num_weights, target_model)
+        if get_tp_group().rank_in_group == 0:
+            self.begin(drafter, target_model)
 
     def read(self, request_ids: list[str], tokens: list[np.ndarray], starts: list[int], features: list[Tensor]) -> None:
         for request_id, start in zip(request_ids, starts, strict=True):
             if start == 0:
                 self.forget(request_id)
         # All of these tokens are known by now, the accepted ones too.
-        sequences = self.texts.sequences(request_ids, tokens)
+        sequences = self.sequences(request_ids, tokens)
         self.drafter.read(FeatureRows(sequences, starts, [len(part) for part in features], torch.cat(features)))
 
     def unread(self, request_ids: list[str], tokens: list[np.ndarray]) -> float:
-        return self.share * float(self.drafter.unread(self.texts.sequences(request_ids, tokens)))
+        return self.share * float(self.drafter.unread(self.sequences(request_ids, tokens)))
 
 
 class EagleTreeDrafter(FolderTreeDrafter):
@@ -276,12 +294,3 @@ class EagleTreeDrafter(FolderTreeDrafter):
     def make(self, target: WholeEnds) -> EagleDrafter:
         head = EagleHead.from_pretrained(self.options["head"], target)
         return EagleDrafter(head, num_nodes=self.max_nodes, depth=self.options["depth"], width=self.options["width"])
-
-
-def _share_of(num_weights: int, target: Any) -> float:
-    """Estimates the time per token relative to the target's, by weight counts."""
-    return num_weights / (get_tp_group().world_size * sum(weight.numel() for weight in target.parameters()))
-
-
-def _greedy(vocab_size: int) -> Sampling:
-    return Sampling("greedy", None, torch.zeros(1, dtype=torch.int64), vocab_size=vocab_size)

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from vllm.model_executor.models.interfaces import supports_eagle3
 
-__all__ = ["Accepted", "check_features", "kept_features", "kept_rows"]
-
 
 @dataclass
 class Accepted:

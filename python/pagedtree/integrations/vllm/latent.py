@@ -19,8 +19,6 @@ from pagedtree.integrations.vllm.attention import (
     PagedTreeMetadataBuilder,
 )
 
-__all__ = ["PagedTreeLatentBackend", "PagedTreeLatentImpl", "PagedTreeLatentMetadata"]
-
 
 class PagedTreeLatentMetadata(PagedTreeMetadata):
     """One step, with the split between decoding and prefill that vLLM's layer needs."""

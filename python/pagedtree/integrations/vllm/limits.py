@@ -13,20 +13,6 @@ from typing import Any
 
 import pagedtree_plugins
 
-__all__ = [
-    "METHODS",
-    "avoid_rotary_op",
-    "check_config",
-    "check_drafter",
-    "check_request",
-    "check_worker",
-    "extend_requests",
-    "fit_request",
-    "min_p_of",
-    "scheduler_of",
-    "uses_trees",
-]
-
 PACKAGE = "pagedtree."
 # The method of the speculative configuration whose `model` is a drafter, by model runner. V2 refuses custom_class; with
 # its n-gram method it keeps texts on the device and schedules asynchronously, which suits trees.

@@ -17,8 +17,6 @@ from pagedtree.bits import unpacked
 from pagedtree.integrations.vllm.limits import MAX_TOP_N
 from pagedtree.integrations.vllm.options import is_penalized, known_ids, option_lists, params_of
 
-__all__ = ["sampled_logprobs"]
-
 
 def sampled_logprobs(
     logits: Tensor,

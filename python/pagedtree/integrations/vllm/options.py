@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 from vllm.sampling_params import SamplingType
 
 from pagedtree import RequestOptions, SamplingParams
 from pagedtree.integrations.vllm.limits import min_p_of
+from pagedtree.integrations.vllm.proposals import padded
 from pagedtree.options import OptionRows
-
-__all__ = ["BatchOptions", "is_penalized", "is_same_batch", "known_ids", "option_lists", "option_rows", "params_of"]
 
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
@@ -45,10 +42,11 @@ class BatchOptions:
             is_counted = [is_penalized(params) for params, *_ in batch]
             new = [text[n:] if on else [] for text, n, on in zip(texts, self._counted, is_counted, strict=True)]
             self._counted = [len(text) if on else 0 for text, on in zip(texts, is_counted, strict=True)]
-            history, lengths = self._on_device(new)
+            history, lengths = padded(new, self.device)
             self._rows.count(options, history, torch.zeros_like(lengths), lengths)
         if options is not None and self._rows.tail:
-            options = self._rows.with_text(options, *self._on_device([text[-self._rows.tail :] for text in texts]))
+            tails = [text[-self._rows.tail :] for text in texts]
+            options = self._rows.with_text(options, *padded(tails, self.device))
         return self._params, options
 
     def _begin(self, batch: list[tuple[Any, ...]], requests: Sequence[Any]) -> None:
@@ -64,14 +62,6 @@ class BatchOptions:
         is_plain = self._options is None and all(map(_is_greedy, batch_params))
         self._params = None if is_plain else params_of(batch_params, self.device)
         self._batch, self._counted = batch, [0] * len(batch)
-
-    def _on_device(self, texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """Returns int64 [B, maximum length], and int32 [B], the lengths."""
-        lengths = np.array([len(text) for text in texts], dtype=np.int32)
-        history = np.zeros((len(texts), lengths.max(initial=0)), dtype=np.int64)
-        for row, text in zip(history, texts, strict=True):
-            row[: len(text)] = text
-        return torch.from_numpy(history).to(self.device), torch.from_numpy(lengths).to(self.device)
 
 
 def is_same_batch(old: Sequence[tuple[Any, ...]] | None, new: Sequence[tuple[Any, ...]]) -> bool:

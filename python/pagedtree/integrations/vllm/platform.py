@@ -11,8 +11,6 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from pagedtree.integrations.vllm.limits import avoid_rotary_op, check_config, scheduler_of, uses_trees
 
-__all__ = ["PagedTreeCpuPlatform"]
-
 logger = init_logger("vllm.pagedtree")  # below the logger that vLLM sets up
 
 LATENT_BACKEND = "pagedtree.integrations.vllm.latent.PagedTreeLatentBackend"

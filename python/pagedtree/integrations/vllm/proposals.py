@@ -10,9 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedtree import Draft
-
-__all__ = ["Proposal", "cut_at", "host_proposals", "padded", "present_nodes"]
+from pagedtree import Draft, TreeBatch, build_trees
 
 
 class Proposal(NamedTuple):
@@ -27,13 +25,21 @@ class Proposal(NamedTuple):
 NO_GUESS = Proposal([], np.full(1, -1, dtype=np.int32))
 
 
-def padded(known: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, Tensor]:
+def padded(known: Sequence[np.ndarray | list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns texts as the arguments of `Drafter.propose`."""
     lengths = [len(tokens) for tokens in known]
-    history = np.zeros((len(known), max(lengths)), dtype=np.int64)
+    history = np.zeros((len(known), max(lengths, default=0)), dtype=np.int64)
     for row, tokens in zip(history, known, strict=True):
         row[: len(tokens)] = tokens
     return torch.from_numpy(history).to(device), torch.tensor(lengths, dtype=torch.int32).to(device)
+
+
+def host_trees(parents: Sequence[np.ndarray], device: torch.device | str = "cpu") -> TreeBatch:
+    """Returns the trees of these parents, at least one of them, each with the root's."""
+    sizes = [len(tree) for tree in parents]
+    offsets = torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32).to(device)
+    nodes = torch.from_numpy(np.concatenate(parents).astype(np.int32)).to(device)
+    return build_trees(nodes, offsets, max_nodes=max(sizes), max_depth=max(sizes) - 1)
 
 
 def host_proposals(draft: Draft, log_probs: Tensor | None = None) -> list[Proposal]:

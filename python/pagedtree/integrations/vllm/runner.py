@@ -11,17 +11,16 @@ import torch
 from torch import Tensor
 from vllm.v1.outputs import SamplerOutput
 
-from pagedtree import TreeBatch, build_trees
+from pagedtree import TreeBatch
 from pagedtree.integrations.vllm.attention import TreeMask
 from pagedtree.integrations.vllm.features import Accepted, check_features, kept_features, kept_rows
 from pagedtree.integrations.vllm.limits import check_config, check_request, fit_request
 from pagedtree.integrations.vllm.logprobs import sampled_logprobs
 from pagedtree.integrations.vllm.options import BatchOptions
+from pagedtree.integrations.vllm.proposals import host_trees
 from pagedtree.integrations.vllm.scheduler import DraftTrees, tree_of
 from pagedtree.integrations.vllm.tree_drafter import read_only
 from pagedtree.integrations.vllm.verification import Compactions, choose_tokens, grammar_rows, target_groups
-
-__all__ = ["StepTrees", "TreeRunner"]
 
 
 @dataclass
@@ -55,7 +54,6 @@ class TreeRunner:
         self._options = BatchOptions(vllm_config.model_config.get_vocab_size(), device)
         self._proposed: dict[str, np.ndarray] = {}
         self._accepted: Accepted | None = None
-        self._compactions: Compactions | None = None
         self._begin = 0.0  # of the pass
         self._seeds: dict[str, int] = {}
         # Draws seeds for requests without one. It is equal on all ranks, which draw in the same order.
@@ -174,14 +172,7 @@ class TreeRunner:
             if drafts and queries != drafts + 1:
                 raise RuntimeError(f"draft trees: {drafts} drafts of request {request_id} among {queries} queries")
             parents.append(tree_of(drafts, self._proposed.get(request_id)))
-        cu_nodes = np.concatenate([[0], np.cumsum(num_drafts + 1)]).astype(np.int32)
-        trees = build_trees(
-            torch.from_numpy(np.concatenate(parents)).to(self.device),
-            torch.from_numpy(cu_nodes).to(self.device),
-            max_nodes=int(num_drafts.max()) + 1,
-            max_depth=int(num_drafts.max()),
-        )
-        return StepTrees(trees, rows.long(), num_drafts)
+        return StepTrees(host_trees(parents, self.device), rows.long(), num_drafts)
 
     def _set_positions(self, step: StepTrees) -> None:
         """Sets rotary positions to start + depth; slots stay a chain's."""
@@ -204,7 +195,9 @@ class TreeRunner:
 
     def initialize_attn_backend(self, *args: Any, **kwargs: Any) -> Any:
         result = super().initialize_attn_backend(*args, **kwargs)  # type: ignore[misc]
-        target_groups(self.attn_groups, self.compilation_config.static_forward_context, self.vllm_config)
+        layers = self.compilation_config.static_forward_context
+        target_groups(self.attn_groups, layers, self.vllm_config)
+        self._compactions = Compactions(layers, self.kv_cache_config.kv_cache_groups)
         return result
 
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -238,7 +231,8 @@ class TreeRunner:
             rows = torch.arange(len(requests), device=self.device, dtype=torch.int64)[:, None]
             self._accepted = Accepted(rows[:, 0])
         else:
-            self._compact(positions.int(), verdict.accept_index, verdict.num_accepted)
+            tables, count = self.input_batch.block_table, len(requests)
+            self._compactions(lambda i: tables[i].get_device_tensor(count), positions, verdict)
             rows = step.trees.cu_nodes[:-1, None] + verdict.accept_index
             last_rows = rows.gather(1, verdict.num_accepted[:, None].long())[:, 0]
             self._accepted = Accepted(last_rows.long(), step.num_drafts.tolist(), verdict.accept_index)
@@ -254,10 +248,3 @@ class TreeRunner:
         if request_id not in self._seeds:
             self._seeds[request_id] = int(torch.randint(2**63 - 1, (1,), generator=self._seed_source))
         return self._seeds[request_id]
-
-    def _compact(self, start: Tensor, accept_index: Tensor, num_accepted: Tensor) -> None:
-        if self._compactions is None:
-            layers = self.compilation_config.static_forward_context
-            self._compactions = Compactions(layers, self.kv_cache_config.kv_cache_groups)
-        tables, count = self.input_batch.block_table, start.shape[0]
-        self._compactions(lambda i: tables[i].get_device_tensor(count), start, accept_index, num_accepted)

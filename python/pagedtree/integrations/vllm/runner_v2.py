@@ -26,8 +26,6 @@ from pagedtree.integrations.vllm.speculator import KeptTrees, TreeSpeculator
 from pagedtree.integrations.vllm.tree_drafter import TreeDrafter
 from pagedtree.integrations.vllm.verification import Compactions, choose_tokens, grammar_rows, target_groups
 
-__all__ = ["TreeRunnerV2"]
-
 
 class StepTrees(NamedTuple):
     """The trees of one step, without drafts the root alone. draft_tokens: int64 [N], -1 at nodes without a draft."""
@@ -54,7 +52,6 @@ class TreeRunnerV2:
         check_config(vllm_config)
         super().__init__(vllm_config, device)  # type: ignore[call-arg]
         self._step: StepTrees | None = None
-        self._compactions: Compactions | None = None
         self.drafter: TreeDrafter | None = None
         theirs, self.speculator = self.speculator, None
         if self.speculative_config is None:
@@ -217,7 +214,8 @@ class TreeRunnerV2:
         last = verdict.accept_index.gather(1, verdict.num_accepted[:, None].long())[:, 0]
         accepted = Accepted((offsets[:-1] + last).long())
         if step is not None:
-            self._compact(roots.int(), verdict.accept_index, verdict.num_accepted)
+            tables, count = self.block_tables.input_block_tables, batch.num_reqs
+            self._compactions(lambda group: tables[group][:count], roots, verdict)
             accepted.num_drafts, accepted.accept_index = batch.num_draft_tokens_per_req, verdict.accept_index
         if self.speculator is not None:
             self.speculator.accepted = accepted
@@ -229,11 +227,6 @@ class TreeRunnerV2:
             num_rejected=num_rejected,
         )
         return output, num_sampled, num_rejected
-
-    def _compact(self, start: Tensor, accept_index: Tensor, num_accepted: Tensor) -> None:
-        assert self._compactions is not None
-        tables, count = self.block_tables.input_block_tables, start.shape[0]
-        self._compactions(lambda group: tables[group][:count], start, accept_index, num_accepted)
 
 
 class _DraftTreesHandler(DraftTokensHandler):

@@ -13,11 +13,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
-from pagedtree import build_trees
 from pagedtree.grammars import DepthFirstMatcher, GrammarFill, GrammarMasks, GrammarMatcher, TokenTree
+from pagedtree.integrations.vllm.proposals import host_trees
 from pagedtree.integrations.xgrammar import XGrammarMatcher
-
-__all__ = ["DraftTrees", "TreeScheduler"]
 
 
 @dataclass
@@ -101,16 +99,9 @@ class TreeScheduler(Scheduler):
             tree_of(len(tokens), getattr(self.requests[request_id], "draft_parents", None))
             for request_id, tokens in zip(request_ids, drafts, strict=True)
         ]
-        sizes = [len(tree) for tree in parents]
-        trees = build_trees(
-            torch.from_numpy(np.concatenate(parents)),
-            torch.tensor([0, *np.cumsum(sizes)], dtype=torch.int32),
-            max_nodes=max(sizes),
-            max_depth=max(sizes) - 1,
-        )
         self._masks.matchers = [self._matcher(self.requests[request_id]) for request_id in request_ids]
         tokens = torch.tensor([token for of_request in drafts for token in (-1, *of_request)], dtype=torch.int64)
-        return request_ids, self._masks.fill(tokens, trees)
+        return request_ids, self._masks.fill(tokens, host_trees(parents))
 
     def _matcher(self, request: Any) -> GrammarMatcher | None:
         """Returns None if every token is allowed, as after a grammar's end: vLLM stops there, unless EOS is ignored."""

@@ -15,8 +15,6 @@ from pagedtree import Draft
 from pagedtree.integrations.vllm.features import Accepted, kept_features, kept_rows
 from pagedtree.integrations.vllm.tree_drafter import TreeDrafter, read_only
 
-__all__ = ["KeptTrees", "TreeSpeculator"]
-
 
 class KeptTrees:
     """The trees of requests, kept on the device by the request's slot.
@@ -162,5 +160,4 @@ class TreeSpeculator(KeptTrees, BaseSpeculator):
 
 
 def _longest(batch: Any) -> int:
-    """Returns a bound of the batch's text lengths."""
     return int((batch.num_computed_tokens_np + batch.num_scheduled_tokens).max()) + 1

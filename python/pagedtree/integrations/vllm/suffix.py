@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from pagedtree.generation.drafters import SuffixDrafter
-from pagedtree.integrations.vllm.drafters import NGRAMS, KnowsTexts, WithoutModel
-
-__all__ = ["SuffixTreeDrafter"]
+from pagedtree.integrations.vllm.drafters import NGRAMS, KnowsTexts, NgramTreeDrafter, WithoutModel
 
 
 class SuffixTreeDrafter(WithoutModel, KnowsTexts):
@@ -16,13 +14,7 @@ class SuffixTreeDrafter(WithoutModel, KnowsTexts):
     Options: see docs/integrations/vllm.md.
     """
 
-    defaults: ClassVar[dict[str, Any]] = {
-        "max_tokens": 1_000_000,
-        "max_depth": None,
-        "max_branches": 4,
-        "min_ngram": 1,
-        "max_ngram": 16,
-    }
+    defaults: ClassVar[dict[str, Any]] = {"max_tokens": 1_000_000, **NgramTreeDrafter.defaults, "max_ngram": 16}
     largest: ClassVar[dict[str, int]] = {**NGRAMS, "max_tokens": 2**30}
 
     def __init__(self, vllm_config: Any) -> None:

@@ -16,8 +16,6 @@ from pagedtree.integrations.vllm.limits import MAX_NODES, check_worker
 from pagedtree.integrations.vllm.proposals import NO_GUESS, Proposal, cut_at
 from pagedtree.integrations.vllm.tuned import BatchTuner, Pass
 
-__all__ = ["Proposed", "TreeDrafter", "read_only"]
-
 SECTION = 'additional_config["pagedtree"]'
 
 # A proposal as a drafter returns it: draft tokens, parents and, where it knows them, log-probabilities.

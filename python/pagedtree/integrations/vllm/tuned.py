@@ -5,17 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pagedtree import Draft, build_trees
+from pagedtree import Draft
 from pagedtree.generation.tree_tuner import PLAIN_ROWS, Kept, Outcome, Plan, TreeTuner
-from pagedtree.integrations.vllm.proposals import NO_GUESS, Proposal, host_proposals
-
-__all__ = ["BatchTuner", "Pass", "accepted_path"]
+from pagedtree.integrations.vllm.proposals import NO_GUESS, Proposal, host_proposals, host_trees
 
 
 @dataclass(frozen=True)
@@ -64,24 +61,17 @@ class BatchTuner:
         return plan
 
     def keep(self, proposals: Sequence[Proposal]) -> list[Proposal]:
-        """Returns the nodes of the last plan's requests to verify."""
         step = self._step
         assert step is not None
-        sizes = [len(parents) for _, parents, _ in proposals]
-        if sum(sizes) > len(sizes):
-            trees = build_trees(
-                torch.from_numpy(np.concatenate([parents for _, parents, _ in proposals]).astype(np.int32)),
-                torch.tensor([0, *accumulate(sizes)], dtype=torch.int32),
-                max_nodes=max(sizes),
-                max_depth=max(sizes) - 1,
-            )
+        if any(tokens for tokens, _, _ in proposals):
             drafted_tokens = [token for tokens, _, _ in proposals for token in (-1, *tokens)]
+            trees = host_trees([parents for _, parents, _ in proposals])
             draft = Draft(torch.tensor(drafted_tokens, dtype=torch.int64), trees)
             confidences = [log_probs for _, _, log_probs in proposals if log_probs is not None]
-            confidence = torch.from_numpy(np.concatenate(confidences)) if len(confidences) == len(sizes) else None
+            confidence = torch.from_numpy(np.concatenate(confidences)) if len(confidences) == len(proposals) else None
             step.kept = step.plan.keep(draft, confidence)
             if step.kept.num_drafted == 0:
-                proposals = [NO_GUESS] * len(sizes)
+                proposals = [NO_GUESS] * len(proposals)
             elif step.kept.rows is not None:
                 proposals = host_proposals(step.kept.draft)
         step.proposals, step.drafting = proposals, self._clock() - step.begin

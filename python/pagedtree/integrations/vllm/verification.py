@@ -22,8 +22,6 @@ from pagedtree import (
 )
 from pagedtree.integrations.vllm.attention import PagedTreeBackend
 
-__all__ = ["Compactions", "choose_tokens", "grammar_rows", "target_groups"]
-
 logger = init_logger("vllm.pagedtree")  # below the logger that vLLM sets up
 
 
@@ -75,10 +73,8 @@ class Compactions:
         # By a group of layers: their caches, and the moves in these.
         self._prepared: dict[int, tuple[list[Tensor], PreparedCompaction]] = {}
 
-    def __call__(
-        self, table_of: Callable[[int], Tensor], start: Tensor, accept_index: Tensor, num_accepted: Tensor
-    ) -> None:
-        """table_of: the block table of a group, [R, max_blocks]. start: int32 [R], of the roots."""
+    def __call__(self, table_of: Callable[[int], Tensor], roots: Tensor, verdict: Verdict) -> None:
+        """table_of: the block table of a group, [R, max_blocks]. roots: integers [R], their positions."""
         for index, members in self._groups.items():
             caches = [layer.kv_cache for layer in members]
             tensors, compaction = self._prepared.get(index, ([], None))
@@ -87,11 +83,10 @@ class Compactions:
                 rows = {c.data_ptr(): c.transpose(1, 2) if c.dim() == 4 else c for c in caches}
                 compaction = PreparedCompaction([*rows.values()])
                 self._prepared[index] = caches, compaction
-            compaction(table_of(index), start, accept_index, num_accepted)
+            compaction(table_of(index), roots.int(), verdict.accept_index, verdict.num_accepted)
 
 
 def _drafts(layer: Any) -> bool:
-    """Returns whether it is a layer of a draft model that vLLM runs."""
     return getattr(layer, "is_draft_layer", False)
 
 

@@ -7,8 +7,6 @@ from typing import Any
 from torch import Tensor, nn
 from vllm.distributed import tensor_model_parallel_all_gather
 
-__all__ = ["WholeEnds"]
-
 
 class WholeEnds:
     """Embedding and output layer of a vLLM model, whole on each rank, with transformers' interface. All tensor-parallel

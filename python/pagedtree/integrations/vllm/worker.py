@@ -16,8 +16,6 @@ from vllm.v1.worker.gpu_worker import Worker
 from pagedtree.integrations.vllm.limits import check_config
 from pagedtree.integrations.vllm.runner import TreeRunner
 
-__all__ = ["TreeCPUWorker", "TreeGPUWorker"]
-
 
 @contextmanager
 def _true_log() -> Iterator[None]:
