@@ -5,6 +5,7 @@
 #
 # OUT may be moved; PAGEDTREE_GPU_RUN then names it. It gets, for Python 3.12 and torch 2.11 or later:
 #   wheel/                  pagedtree with code for 9.0 and 9.0a
+#   calibration             calibration.cu
 #   flashinfer_kernel.so, flashinfer_sampling.so    FlashInfer's kernels, compiled from its headers
 #   python/                 FlashAttention 3 for heads of 128 in bf16; vLLM's Triton attention, filters and sampler
 #   text/                   the real model's package and loader; the model itself is in OUT_text, in three parts
@@ -14,7 +15,7 @@
 #   manifest.json           the commit, sizes, the peers' versions, and why one is absent
 #
 # What is newer than its sources is left as it is. Downloads, by pip, stay in build/gpu_run_downloads. A peer that cannot
-# be made is left out with a sentence; without the wheel, or above 36 MiB, the exit status is 1.
+# be made is left out with a sentence; without the wheel or calibration, or above 36 MiB, the exit status is 1.
 #
 # Needs nvcc, an environment as `make env` makes it, and Python 3.12. Environment: PYTHON (default .venv/bin/python),
 # PYTHON312, FLASHMLA, JETSPEC, VARIANTS.
@@ -123,6 +124,11 @@ text() {
 
 jetspec() { cp -r "$JETSPEC" "$1"; }
 
+calibration() {
+  nvcc -O3 -std=c++20 -gencode arch=compute_90a,code=sm_90a --compress-mode=size -Icsrc -o "$1" \
+    $here/calibration.cu
+}
+
 flashinfer() {  # the library of that name
   local wheel curand
   wheel=$(download $FLASHINFER)
@@ -192,6 +198,7 @@ for name in ${VARIANTS:-}; do
   flags=${FLAGS[$name]:?VARIANTS: expected some of ${!FLAGS[*]}} step variant "variants/$name" csrc cmake CMakeLists.txt \
     setup.py python
 done
+step calibration calibration $here/calibration.cu csrc/cuda/tile csrc/core/common.h
 for name in flashinfer_{kernel,sampling}; do
   step $name $name.so $here/prepare.sh benchmarks/$name.cu benchmarks/flashinfer_kernel.py
 done
@@ -201,7 +208,9 @@ step text text $here/prepare.sh
 [ -z "${FLASHMLA:-}" ] ||
   step flashmla_kernel flashmla_kernel.so $here/prepare.sh benchmarks/flashmla_kernel.cu "$FLASHMLA/csrc"
 [ -z "${JETSPEC:-}" ] || step jetspec jetspec "$JETSPEC"
-[ -e "$out/wheel" ] || status=1
+for needed in wheel calibration; do
+  [ -e "$out/$needed" ] || status=1
+done
 manifest $FLASHINFER $CURAND $FLASH_ATTENTION $VLLM "${absent[@]}" || status=1
 
 (cd "$out" && du -b --max-depth=1 --all . | sort -n)

@@ -9,7 +9,7 @@
 #   walk     verification, recurrent layers, rope_append: once with each wheel, variants/ included (WALK="--rows TEXT")
 #   boxes    attention, likewise (BOXES="--ops NAME")
 #   trace    where CTAs spend a call, with the wheel in variants/trace (TRACE="NAME of a row")
-#   1        as check; all headline rows without peers, tests (TESTS="tests/ops/...")
+#   1        as check; calibration, all headline rows without peers, tests (TESTS="tests/ops/...")
 #   2        the headline rows and their peers
 #   3        ncu on six kernels, racecheck (RACES="--only wgmma"), a sweep (SWEEP="--ops tree_attention --axes batch")
 #   real     answers of a real model, once all of PREPARED_text is there
@@ -83,7 +83,7 @@ by_wheel() {  # options for bench_ops.py...: rows that are measured with each wh
 if [ "$rehearse" = 1 ]; then
   check=(--device cpu --backend simt --quick --only append_kv)
   bench=(--device cpu --backend simt --threads 1 --headline --quick --seconds 0.001) calls=(--rows append_kv)
-  machine=(nproc) self_test=(true)
+  machine=(nproc) self_test=(true) calibration=(true)
   profiler=() sanitizer=(env) wanted=(tests/ops/test_commit.py) selection=(-k simt)
   sweep=("${bench[@]}" --rows append_kv) races=() walk=(--rows append_kv) boxes=("${walk[@]}") wheels=("$prepared/wheel")
   traced=("B 1, L 8k, T 16")
@@ -95,6 +95,7 @@ else
   bench=(--device cuda --headline --together) calls=()
   machine=(bash -c "nvidia-smi; '$python' -m pagedtree info")
   self_test=("$python" -m pagedtree check --engine wgmma)
+  calibration=("$prepared/calibration" "${out}calibration.jsonl")
   profiler=(ncu --clock-control none --profile-from-start off --set full --export "${out}profile" --page details)
   sanitizer=(compute-sanitizer --tool racecheck --kernel-name kns=pagedtree --target-processes all --error-exitcode 9)
   read -ra wanted <<< "${TESTS:-tests/ops tests/generation/test_fixed_step.py}"
@@ -136,6 +137,7 @@ case $part in
     ;;
   1)
     export PAGEDTREE_ENGINE=wgmma
+    step calibration 45 "${calibration[@]}"
     step calls 120 "$python" benchmarks/bench_ops.py --seconds 0.05 "${bench[@]}" "${calls[@]}" --peers \
       --json "${out}calls.json"
     step tests $PART_SECONDS "$python" -m pytest -q -p no:cacheprovider --maxfail 20 -m "not slow and not stats" \
