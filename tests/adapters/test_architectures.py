@@ -121,9 +121,9 @@ def test_frequencies_of_one_side(name, lengths):
 
 
 MIXED = [
-    ("longrope", (30,), r"at most 41 tokens, .*\"longrope\" .* after 40; got prompts of 30 to 30 tokens, and 42 with"),
+    ("longrope", (30,), r"at most 41 tokens, .*\"longrope\" .* after 40, got prompts of 30 to 30 tokens, and 42 with"),
     ("longrope", (10, 50), r"at most 41 tokens, or only prompts of more than 40, .* of 10 to 50 tokens, and 62 with"),
-    ("dynamic", (45, 50), r"at most 41 tokens, as .*\"dynamic\" .* after 40; .* ask for fewer"),
+    ("dynamic", (45, 50), r"at most 41 tokens, as .*\"dynamic\" .* after 40, .* ask for fewer"),
 ]
 
 
@@ -212,7 +212,7 @@ def test_a_layer_that_sees_another_mask_is_refused():
         lambda _, args, kwargs: (args, {**kwargs, "attention_mask": kwargs["attention_mask"] + torch.randn(1)}),
         with_kwargs=True,
     )
-    with pytest.raises(ValueError, match=r"got another one: a bias of the layer's own, or a mask that it makes itself"):
+    with pytest.raises(ValueError, match=r"got another one: a bias of the layer's own, or a mask that it makes"):
         generate(biased, [[1, 2, 3]], max_new_tokens=2)
 
 
