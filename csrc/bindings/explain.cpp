@@ -102,7 +102,7 @@ py::list explain_attention(const std::vector<int32_t>& query_lens, const std::ve
   params.head_dim = head_dim;
   params.head_dim_v = head_dim_v;
   params.latent = latent;
-  params.engine = engine_named(engine, "explain: `engine` must be mma.sync or wgmma");
+  params.engine = engine_named(engine, "explain: engine: expected mma.sync or wgmma");
   py::list launches;
   if (params.num_tokens == 0) return launches;
   const int64_t tile_bytes = int64_t{kKvTile} * (head_dim + (latent ? 0 : head_dim_v)) * kv_bytes;
@@ -114,7 +114,7 @@ py::list explain_attention(const std::vector<int32_t>& query_lens, const std::ve
 }
 
 py::dict attention_tiles(const std::string& engine) {
-  const MatrixEngine chosen = engine_named(engine, "attention_tiles: `engine` must be mma.sync or wgmma");
+  const MatrixEngine chosen = engine_named(engine, "attention_tiles: engine: expected mma.sync or wgmma");
   py::dict tiles;
   for (const TileShape& shape : kTileShapes) {
     if (shape.engine != chosen || shape.is_latent()) continue;

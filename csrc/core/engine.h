@@ -34,7 +34,7 @@ inline MatrixEngine engine_from_environment() {
   const char* set = std::getenv("PAGEDTREE_ENGINE");
   const std::string name = set == nullptr ? "" : set;
   if (name.empty() || name == engine_name(MatrixEngine::kAuto)) return MatrixEngine::kAuto;
-  return engine_named(name, "PAGEDTREE_ENGINE must be auto, mma.sync or wgmma");
+  return engine_named(name, "PAGEDTREE_ENGINE: expected auto, mma.sync or wgmma");
 }
 
 }  // namespace pagedtree

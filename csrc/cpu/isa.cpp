@@ -75,7 +75,7 @@ const IsaKernels& isa_kernels() {
   for (int i = 0; i < found.count; ++i) {
     if (std::string(forced) == found.tables[i]->name) return *found.tables[i];
   }
-  throw std::runtime_error("PAGEDTREE_CPU_ISA must be one of " + found.names + " on this machine, got " + forced);
+  throw std::runtime_error("PAGEDTREE_CPU_ISA: expected one of " + found.names + " on this machine, got " + forced);
 }
 
 const char* available_isas() { return available().names.c_str(); }

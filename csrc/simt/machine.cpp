@@ -79,7 +79,7 @@ Order order_from_environment() {
     const uint64_t seed = std::strtoull(value.c_str() + random.size() + 1, &end, 10);
     if (*end == '\0' && end != value.c_str() + random.size() + 1) return {Order::kRandom, seed};
   }
-  throw Error("PAGEDTREE_SIMT_ORDER must be forward, reverse, random or random:SEED, got " + value);
+  throw Error("PAGEDTREE_SIMT_ORDER: expected forward, reverse, random or random:SEED, got " + value);
 }
 
 Device device_from_environment() {
@@ -91,7 +91,7 @@ Device device_from_environment() {
   if (std::sscanf(variable, "%d:%d:%d%n", &num_sms, &kilobytes, &cluster, &length) != 3 || variable[length] != '\0' ||
       num_sms < 1 || num_sms > 1024 || kilobytes < 48 || kilobytes > max_kilobytes || cluster < 1 ||
       cluster > max_cluster) {
-    throw Error("PAGEDTREE_SIMT_DEVICE must be SMS:KILOBYTES:CLUSTER with 1..1024 SMs, 48.." +
+    throw Error("PAGEDTREE_SIMT_DEVICE: expected SMS:KILOBYTES:CLUSTER with 1..1024 SMs, 48.." +
                 std::to_string(max_kilobytes) + " KB and clusters of 1.." + std::to_string(max_cluster) +
                 " CTAs, got " + variable);
   }

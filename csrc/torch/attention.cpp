@@ -32,8 +32,8 @@ void check_head_dims(const Check& check, int64_t k, int64_t v, const char* k_nam
     if (std::find(of_k.begin(), of_k.end(), dims.k) == of_k.end()) of_k.push_back(dims.k);
     if (dims.k == k) of_v.push_back(dims.v);
   }
-  if (of_v.empty()) check.fail(k_name, "of head size " + alternatives(of_k), k);
-  check.fail(v_name, "of head size " + alternatives(of_v) + " with K's " + std::to_string(k), v);
+  if (of_v.empty()) check.fail(k_name, "head size " + alternatives(of_k), k);
+  check.fail(v_name, "head size " + alternatives(of_v) + " with K's " + std::to_string(k), v);
 }
 
 PagedCache paged_cache(const Tensor& t) { return {t.const_data_ptr(), t.stride(0), t.stride(1), t.stride(2)}; }
@@ -41,12 +41,12 @@ PagedCache paged_cache(const Tensor& t) { return {t.const_data_ptr(), t.stride(0
 void check_cache(const Check& check, const Tensor& q, const Tensor& t, int64_t head_dim, const char* name) {
   check.that(t.defined(), name, "a Tensor", "None");
   if (t.scalar_type() != q.scalar_type() && t.scalar_type() != ScalarType::Float8_e4m3fn) {
-    check.fail(name, "of q's dtype " + dtype_text(q.scalar_type()) + " or torch.float8_e4m3fn",
+    check.fail(name, "q's dtype " + dtype_text(q.scalar_type()) + " or torch.float8_e4m3fn",
                dtype_text(t.scalar_type()));
   }
   check.tensor(t, name, {t.scalar_type()}, {"pages", "page_size", "Hkv", {"D", head_dim}}, Strides::kLastContiguous);
-  if (t.size(1) < 1) check.fail(name, "of a page size of at least 1", Check::text(t.sizes()));
-  check.heads(t, name, "of a number of heads that divides q's " + std::to_string(q.size(1)),
+  if (t.size(1) < 1) check.fail(name, "a page size of at least 1", Check::text(t.sizes()));
+  check.heads(t, name, "a number of heads that divides q's " + std::to_string(q.size(1)),
               [&](int64_t heads) { return heads >= 1 && q.size(1) % heads == 0; });
 }
 
@@ -58,7 +58,7 @@ void check_alignment(const Check& check, int64_t bytes, const Tensor& t, const c
     aligned = aligned && (t.size(d) == 1 || t.stride(d) * static_cast<int64_t>(t.element_size()) % bytes == 0);
   }
   if (aligned) return;
-  check.fail(name, "of an address and strides that are multiples of " + std::to_string(bytes) + " bytes",
+  check.fail(name, "an address and strides that are multiples of " + std::to_string(bytes) + " bytes",
              "strides " + Check::text(t.strides()) + " of " + std::to_string(t.element_size()) + " bytes");
 }
 
@@ -105,7 +105,7 @@ void check_queries(const Check& check, const Tensor& q, const Tensor& v_cache) {
                Strides::kLastContiguous);
   check.that(v_cache.defined(), "v_cache", "a Tensor", "None");
   if (v_cache.dim() != 4) {
-    check.fail("v_cache", "of shape [pages, page_size, Hkv, Dv]", Check::text(v_cache.sizes()));
+    check.fail("v_cache", "shape [pages, page_size, Hkv, Dv]", Check::text(v_cache.sizes()));
   }
 }
 
@@ -129,7 +129,7 @@ TreeAttentionParams step_params(const Check& check, const StepArguments& a, int6
   p.seq_lens = check.read<int32_t>(a.seq_lens, "seq_lens", {{"B", p.batch}});
   p.num_tokens = num_tokens;
   if (a.tree_mask.has_value() && a.tree_mask->scalar_type() != ScalarType::Int) {
-    check.fail("tree_mask", "of dtype torch.int32 (mask_words makes it from booleans or biases)",
+    check.fail("tree_mask", "dtype torch.int32 (mask_words makes it from booleans or biases)",
                dtype_text(a.tree_mask->scalar_type()));
   }
   p.tree_mask = check.read<int32_t>(a.tree_mask, "tree_mask", {{"T", num_tokens}, "W"}, Strides::kLastContiguous);
@@ -147,7 +147,7 @@ TreeAttentionParams step_params(const Check& check, const StepArguments& a, int6
     check.tensor(*a.plan, "plan", {ScalarType::Int}, {"plan"});
     const int64_t segment_tiles = a.plan->size(0) - kPlanSize;
     if (segment_tiles < 0 || segment_tiles > INT32_MAX / kKvTile) {
-      check.fail("plan", "of shape [" + std::to_string(kPlanSize) + " + segment / 64]", Check::text(a.plan->sizes()));
+      check.fail("plan", "shape [" + std::to_string(kPlanSize) + " + segment / 64]", Check::text(a.plan->sizes()));
     }
     p.plan = mutable_pointer<int32_t>(*a.plan);
     p.segment = segment_tiles * kKvTile;
@@ -166,9 +166,9 @@ void add_layer(const Check& check, const Backend& backend, const LayerArguments&
   const int64_t num_tokens = a.q.size(0), num_heads = a.q.size(1), head_dim = a.q.size(2);
   const int64_t head_dim_v = a.v_cache.size(3);
   check_head_dims(check, head_dim, head_dim_v, "q", "v_cache");
-  if (num_heads < 1) check.fail("q", "of at least one head", Check::text(a.q.sizes()));
+  if (num_heads < 1) check.fail("q", "at least one head", Check::text(a.q.sizes()));
   if (p.num_tokens != kAnySize && p.num_tokens != num_tokens) {
-    check.fail("tree_mask", "of shape " + Check::text({{"T", num_tokens}, "W"}),
+    check.fail("tree_mask", "shape " + Check::text({{"T", num_tokens}, "W"}),
                Check::text(std::vector<int64_t>{p.num_tokens, p.mask_words}));
   }
   check_cache(check, a.q, a.k_cache, head_dim, "k_cache");
@@ -231,7 +231,7 @@ void check_values(const Check& check, const StepArguments& a, const TreeAttentio
     check.that(tree_len >= -1 && tree_len <= seq_lens[b], at("tree_lens", b),
                "-1 (causal) or in 0.." + std::to_string(seq_lens[b]), tree_len);
     check.that(n == 0 || tree_len <= int64_t{p.mask_words} * kMaskWordBits, "tree_mask",
-               "wide enough for the " + std::to_string(tree_len) + " nodes of sequence " + std::to_string(b),
+               "bits for the " + std::to_string(tree_len) + " nodes of sequence " + std::to_string(b),
                std::to_string(p.mask_words) + " words");
     for (int64_t row = offsets[b]; row < offsets[b + 1] && tree_len >= 0; ++row) {
       for (int32_t w = 0; w < p.mask_words; ++w) {

@@ -110,7 +110,7 @@ class Check {
   template <typename Got>
   [[noreturn]] void fail(std::string_view name, std::string_view expected, const Got& got) const {
     std::string message = op_;
-    message.append(": `").append(name).append("` must be ").append(expected).append(", got ").append(text_of(got));
+    message.append(": ").append(name).append(": expected ").append(expected).append(", got ").append(text_of(got));
     throw std::runtime_error(message);
   }
 
@@ -121,7 +121,7 @@ class Check {
 
   // Returns the value as params have it.
   int32_t in(int64_t value, std::string_view name, int64_t low, int64_t high) const {
-    if (value < low || value > high) fail(name, "in " + std::to_string(low) + ".." + std::to_string(high), value);
+    if (value < low || value > high) fail(name, std::to_string(low) + ".." + std::to_string(high), value);
     return static_cast<int32_t>(value);
   }
 
@@ -135,7 +135,7 @@ class Check {
       same = same && (axis.size == kAnySize || t.size(static_cast<int64_t>(i)) == axis.size);
       ++i;
     }
-    if (!same) fail(name, "of shape " + text(shape), text(t.sizes()));
+    if (!same) fail(name, "shape " + text(shape), text(t.sizes()));
     if (strides == Strides::kContiguous && !t.is_contiguous()) fail(name, "contiguous", "strides " + text(t.strides()));
     const int64_t last = t.dim() - 1;
     if (strides == Strides::kLastContiguous && t.numel() > 0 && last >= 0 && t.size(last) > 1 && t.stride(last) != 1) {
@@ -177,7 +177,7 @@ class Check {
     const auto bytes = static_cast<uintptr_t>(t.element_size());
     const uintptr_t excess = reinterpret_cast<uintptr_t>(t.const_data_ptr()) % bytes;
     if (excess == 0) return;
-    fail(name, "at an address that is a multiple of its elements' " + std::to_string(bytes) + " bytes",
+    fail(name, "an address that is a multiple of its elements' " + std::to_string(bytes) + " bytes",
          "one that is " + std::to_string(excess) + " more");
   }
 
@@ -192,23 +192,23 @@ class Check {
       if (known && to<int32_t>(from(d)) == number) return;
       expected += (expected.empty() ? "" : " or ") + dtype_text(d);
     }
-    fail(name, "of dtype " + expected, dtype_text(t.scalar_type()));
+    fail(name, "dtype " + expected, dtype_text(t.scalar_type()));
   }
 
   void device(const Tensor& t, std::string_view name) const {
-    if (device_of(t) != device_) fail(name, "on the device of the other arguments", "another device");
+    if (device_of(t) != device_) fail(name, "the device of the other arguments", "another device");
   }
 
   // Requires one value per sequence, or one for all. Call after tensor().
   void one_or(int64_t batch, const Tensor& t, std::string_view name) const {
     if (t.size(0) == 1 || t.size(0) == batch) return;
-    fail(name, "of shape [1] or [" + std::to_string(batch) + "]", text(t.sizes()));
+    fail(name, "shape [1] or [" + std::to_string(batch) + "]", text(t.sizes()));
   }
 
   // Checks int32 [B + 1], with the pointer in `place`. Returns B.
   int64_t offsets(const Tensor& t, std::string_view name, const int32_t*& place) const {
     place = read<int32_t>(t, name, {"B + 1"});
-    that(t.size(0) >= 1, name, "of shape [B + 1]", text(t.sizes()));
+    that(t.size(0) >= 1, name, "shape [B + 1]", text(t.sizes()));
     return t.size(0) - 1;
   }
 

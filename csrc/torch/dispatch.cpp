@@ -143,7 +143,7 @@ int64_t use_backend(int64_t index) {
   const std::vector<const Backend*>& known = host_backends();
   const auto size = static_cast<int64_t>(known.size());
   if (index < -1 || index >= size) {
-    throw std::runtime_error("_use_backend: `index` must be in -1.." + std::to_string(size - 1) + ", got " +
+    throw std::runtime_error("_use_backend: index: expected -1.." + std::to_string(size - 1) + ", got " +
                              std::to_string(index));
   }
   const Backend* previous = host_backend().exchange(index < 0 ? nullptr : known[static_cast<size_t>(index)]);

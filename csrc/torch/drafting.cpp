@@ -19,7 +19,7 @@ Params candidate_params(const Check& check, const Tensor& tokens, const Tensor& 
   params.batch = tokens.size(0);
   params.num_candidates = tokens.size(1);
   check.that(params.num_candidates >= 1 && params.num_candidates <= kMaxCandidates, "tokens",
-             "of 1 to 2^20 candidates per sequence", params.num_candidates);
+             "1 to 2^20 candidates per sequence", params.num_candidates);
   const Axis sequences("B", params.batch), candidates("C", params.num_candidates);
   params.parents = check.read<int32_t>(parents, "parents", {sequences, candidates});
   params.scores = check.read<float>(scores, "scores", {sequences, candidates});
@@ -49,10 +49,10 @@ ExpandedTensors expand_tree(const Tensor& tokens, const Tensor& parents, const T
   const int64_t batch = params.batch, num_candidates = params.num_candidates;
   params.frontier = check.read<int32_t>(frontier, "frontier", {{"B", batch}, "F"});
   const int64_t num_expanded = frontier.size(1);
-  check.that(num_expanded >= 1, "frontier", "of at least one node", num_expanded);
+  check.that(num_expanded >= 1, "frontier", "at least one node", num_expanded);
   params.mask = check.read<int32_t>(mask, "mask", {{"B * F", batch * num_expanded}, "W"});
   const int64_t mask_words = mask.size(1);
-  check.that(mask_words <= kMaxTreeNodes / kMaskWordBits, "mask", "of at most 32 words per row", mask_words);
+  check.that(mask_words <= kMaxTreeNodes / kMaskWordBits, "mask", "at most 32 words per row", mask_words);
 
   params.law = growth_law(check, law);
   params.logits = logits_params(check, logits);
@@ -79,13 +79,12 @@ ExpandedTensors expand_tree(const Tensor& tokens, const Tensor& parents, const T
   params.num_children = check.in(num_children, "num_children", 1, most);
   const int64_t num_new = num_expanded * num_children;
   params.num_frontier = check.in(num_frontier, "num_frontier", 0, num_new);
-  check.that(num_candidates + num_new <= kMaxCandidates, "num_children", "such that candidates stay within 2^20",
+  check.that(num_candidates + num_new <= kMaxCandidates, "num_children", "a number that keeps candidates within 2^20",
              num_children);
   params.level = check.in(level, "level", 0, kMaxTreeNodes - 1);
   const int64_t room = mask_words * kMaskWordBits;
   check.that(num_kv >= num_expanded && num_kv <= room, "num_kv",
-             "in " + std::to_string(num_expanded) + ".." + std::to_string(room) + ", the frontier's nodes included",
-             num_kv);
+             std::to_string(num_expanded) + ".." + std::to_string(room) + ", the frontier's nodes included", num_kv);
   check.that(num_frontier <= room - num_kv, "num_frontier",
              "at most " + std::to_string(room - num_kv) + " (max_kv_nodes less those fed)", num_frontier);
 
@@ -141,12 +140,12 @@ std::tuple<Tensor, Tensor, Tensor> ngram_propose(const Tensor& history, const Te
   params.max_nodes = check.in(max_nodes, "max_nodes", 1, kMaxTreeNodes);
   params.max_depth = check.in(max_depth, "max_depth", 0, kMaxTreeNodes - 1);
   check.that(min_ngram >= 1, "min_ngram", "at least 1", min_ngram);
-  check.that(max_ngram >= min_ngram && max_ngram <= kMaxNgram, "max_ngram",
-             "in min_ngram.." + std::to_string(kMaxNgram), max_ngram);
+  check.that(max_ngram >= min_ngram && max_ngram <= kMaxNgram, "max_ngram", "min_ngram.." + std::to_string(kMaxNgram),
+             max_ngram);
   check.that(max_branches >= 0, "max_branches", "at least 0", max_branches);
   params.extra = check.read<int64_t>(extra, "extra", {{"B", batch}, "E"}, Strides::kLastContiguous);
   const int64_t width = history.size(1) + (extra.has_value() ? extra->size(1) : 0);
-  check.that(width < kMaxRows, "history", "of less than 2^31 tokens per row, `extra` included", width);
+  check.that(width < kMaxRows, "history", "less than 2^31 tokens per row, extra included", width);
   params.active = check.read<uint8_t>(active, "active", {{"B", batch}});
   if (value_checks_enabled()) check_histories(check, history, history_lens, history_rows);
 
@@ -183,7 +182,7 @@ std::tuple<Tensor, Tensor, Tensor> medusa_propose(const Tensor& head_logits, con
   const int64_t batch = head_logits.size(0), num_heads = head_logits.size(1), vocab = head_logits.size(2);
   params.parents = check.read<int32_t>(parents, "parents", {"N"});
   const int64_t num_nodes = parents.size(0);
-  check.that(num_nodes >= 1 && num_nodes <= kMaxTreeNodes, "parents", "of 1 to 1024 nodes", num_nodes);
+  check.that(num_nodes >= 1 && num_nodes <= kMaxTreeNodes, "parents", "1 to 1024 nodes", num_nodes);
   params.depths = check.read<int32_t>(depths, "depths", {{"N", num_nodes}});
   params.child_ranks = check.read<int32_t>(child_ranks, "child_ranks", {{"N", num_nodes}});
   const int64_t most = min_of<int64_t>(vocab, kMaxTreeNodes);
@@ -230,13 +229,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   BestFirstTreeParams params{};
   params.log_probs = check.read<float>(log_probs, "log_probs", {"B", "H", "K"}, Strides::kLastContiguous);
   const int64_t batch = log_probs.size(0), num_levels = log_probs.size(1), num_candidates = log_probs.size(2);
-  check.that(num_levels < kMaxTreeNodes, "log_probs", "of at most 1023 levels", num_levels);
-  check.that(num_candidates <= kMaxVocab, "log_probs", "of at most 2^20 candidates per level", num_candidates);
+  check.that(num_levels < kMaxTreeNodes, "log_probs", "at most 1023 levels", num_levels);
+  check.that(num_candidates <= kMaxVocab, "log_probs", "at most 2^20 candidates per level", num_candidates);
   params.tokens = check.read<int64_t>(tokens, "tokens", {{"B", batch}, {"H", num_levels}, {"K", num_candidates}},
                                       Strides::kLastContiguous);
   params.root_tokens = check.read<int64_t>(root_tokens, "root_tokens", {{"B", batch}});
   params.num_nodes = check.in(num_nodes, "num_nodes", 1, kMaxTreeNodes);
-  check.that(batch * num_nodes < kMaxRows, "num_nodes", "such that all trees have less than 2^31 nodes", num_nodes);
+  check.that(batch * num_nodes < kMaxRows, "num_nodes", "a number that keeps all trees below 2^31 nodes", num_nodes);
 
   Tensor draft_tokens = made(log_probs, {batch * num_nodes}, params.draft_tokens);
   Tensor joints = made(log_probs, {batch * num_nodes}, params.joints);
@@ -260,11 +259,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> selec
   const int64_t batch = params.batch;
   params.parents = check.read<int32_t>(parents, "parents", {"N"});
   const int64_t num_rows = parents.size(0);
-  check.that(num_rows < kMaxRows, "parents", "of less than 2^31 rows", num_rows);
+  check.that(num_rows < kMaxRows, "parents", "less than 2^31 rows", num_rows);
   params.depths = check.read<int32_t>(depths, "depths", {{"N", num_rows}});
   params.valid = check.read<uint8_t>(valid, "valid", {{"B", batch}});
   params.survival = check.read<float>(survival, "survival", {{"N", num_rows}});
-  check.that(budget >= 0 && budget < kMaxRows, "budget", "in 0..2^31 - 1", budget);
+  check.that(budget >= 0 && budget < kMaxRows, "budget", "0..2^31 - 1", budget);
   params.max_nodes = check.in(max_nodes, "max_nodes", 1, kMaxTreeNodes);
   params.max_depth = check.in(max_depth, "max_depth", 0, kMaxTreeNodes - 1);
   params.limit = check.read<int32_t>(limit, "limit", {{"limit", 1}});

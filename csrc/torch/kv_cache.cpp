@@ -79,7 +79,7 @@ CacheView cache_view(const Check& check, const Tensor& cache, const std::string&
     }
   }
   if (loops.size() > 3) {
-    check.fail(name, "of rows with at most three strided dimensions", "strides " + Check::text(cache.strides()));
+    check.fail(name, "rows with at most three strided dimensions", "strides " + Check::text(cache.strides()));
   }
   for (size_t i = 0; i < 3; ++i) {
     const bool used = i < loops.size();
@@ -117,7 +117,7 @@ void check_compact_values(const Check& check, const CompactKvParams& p, const st
   for (size_t i = 0; i < caches.size(); ++i) {
     const Tensor& cache = caches[i];
     check.that(cache.dim() < 5 || cache.size(0) >= cache.size(1), at("caches", static_cast<int64_t>(i)),
-               "of shape [pages, page_size, ...], one layer's K or V and no pool of several",
+               "shape [pages, page_size, ...], one layer's K or V and no pool of several",
                Check::text(cache.sizes()) + ", more positions a page than pages");
   }
   const auto table = host_values<int32_t>(page_table);
@@ -153,11 +153,11 @@ std::vector<CompactKvParams> compactions_of(const Check& check, const std::vecto
     const Tensor &cache = caches[static_cast<size_t>(i)], &first = caches[0];
     const std::string name = at("caches", i);
     check.device(cache, name);
-    if (cache.dim() < 2) check.fail(name, "of shape [pages, page_size, ...]", Check::text(cache.sizes()));
+    if (cache.dim() < 2) check.fail(name, "shape [pages, page_size, ...]", Check::text(cache.sizes()));
     if (cache.size(0) != first.size(0) || cache.size(1) != first.size(1)) {
       check.fail(
           name,
-          "of shape [" + std::to_string(first.size(0)) + ", " + std::to_string(first.size(1)) + ", ...] like caches[0]",
+          "shape [" + std::to_string(first.size(0)) + ", " + std::to_string(first.size(1)) + ", ...] like caches[0]",
           Check::text(cache.sizes()));
     }
     check.memory(cache, name);
@@ -187,7 +187,7 @@ CompactKvParams moves_of(const Check& check, const Tensor& page_table, const Ten
   p.table = page_table_of(check, page_table, p.batch, 1);
   p.accept_index = check.read<int32_t>(accept_index, "accept_index", {{"B", p.batch}, "S"}, Strides::kLastContiguous);
   if (accept_index.size(1) > kMaxTreeNodes) {
-    check.fail("accept_index", "of at most 1024 columns", Check::text(accept_index.sizes()));
+    check.fail("accept_index", "at most 1024 columns", Check::text(accept_index.sizes()));
   }
   p.num_accepted = check.read<int32_t>(num_accepted, "num_accepted", {{"B", p.batch}});
   p.accept_stride = accept_index.stride(0);
@@ -239,14 +239,14 @@ AppendKvParams append_params(const Check& check, const Tensor& k, const Optional
   constexpr ScalarType kFp8 = ScalarType::Float8_e4m3fn;
   const int64_t num_tokens = k.size(0), num_kv_heads = k.size(1);
   if (!k_cache.defined() || k_cache.scalar_type() != kFp8) check.dtype(k_cache, "k_cache", {k.scalar_type(), kFp8});
-  check.heads(k_cache, "k_cache", "of k's " + std::to_string(num_kv_heads) + " heads",
+  check.heads(k_cache, "k_cache", "k's " + std::to_string(num_kv_heads) + " heads",
               [&](int64_t heads) { return heads == num_kv_heads; });
   check.tensor(k_cache, "k_cache", {k_cache.scalar_type()},
                {"pages", "page_size", {"Hkv", num_kv_heads}, {"D", k.size(2)}}, Strides::kLastContiguous);
   const bool has_v = v.has_value();
-  check.that(has_v || !v_cache.has_value(), "v", "a Tensor if `v_cache` is one", "None");
-  check.that(!has_v || v_cache.has_value(), "v_cache", "a Tensor if `v` is one", "None");
-  check.that(has_v || !v_scale.has_value(), "v_scale", "None where `v` is", "a Tensor");
+  check.that(has_v || !v_cache.has_value(), "v", "a Tensor if v_cache is one", "None");
+  check.that(!has_v || v_cache.has_value(), "v_cache", "a Tensor if v is one", "None");
+  check.that(has_v || !v_scale.has_value(), "v_scale", "None where v is", "a Tensor");
   if (has_v) {
     check.tensor(*v, "v", {k.scalar_type()}, {{"T", num_tokens}, {"Hkv", num_kv_heads}, "Dv"},
                  Strides::kLastContiguous);
@@ -298,12 +298,12 @@ RopeAppendParams rope_params(const Check& check, PT_ROPE_PARAMETERS) {
   }
   check.tensor(cos_sin, "cos_sin", {cos_sin.scalar_type()}, {"P", "rotary_dim"}, Strides::kLastContiguous);
   const int64_t num_angle_rows = cos_sin.size(0), rotary_dim = cos_sin.size(1);
-  check.that(num_angle_rows > 0 || num_tokens == 0, "cos_sin", "of at least one row", Check::text(cos_sin.sizes()));
-  check.that(rotary_dim % 2 == 0, "cos_sin", "of an even number of columns", Check::text(cos_sin.sizes()));
-  check.that(rotary_dim <= head_dim, "cos_sin", "of at most " + std::to_string(head_dim) + " columns, the head size",
+  check.that(num_angle_rows > 0 || num_tokens == 0, "cos_sin", "at least one row", Check::text(cos_sin.sizes()));
+  check.that(rotary_dim % 2 == 0, "cos_sin", "an even number of columns", Check::text(cos_sin.sizes()));
+  check.that(rotary_dim <= head_dim, "cos_sin", "at most " + std::to_string(head_dim) + " columns, the head size",
              Check::text(cos_sin.sizes()));
   check.that(rotary_start >= 0 && rotary_start <= head_dim - rotary_dim, "rotary_start",
-             "in 0.." + std::to_string(head_dim - rotary_dim) + ", so that the " + std::to_string(rotary_dim) +
+             "0.." + std::to_string(head_dim - rotary_dim) + ", so that the " + std::to_string(rotary_dim) +
                  " columns are within a head",
              rotary_start);
 

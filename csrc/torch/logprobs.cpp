@@ -24,7 +24,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> token_logprobs(const Tensor& logits, 
       {"temperature", &temperature}, {"top_k", &top_k}, {"top_p", &top_p}, {"min_p", &min_p}};
   for (const auto& [name, given] : sampling) {
     check.that(given->has_value() == temperature.has_value(), name,
-               "given with the others of `params`, or None with them", temperature.has_value() ? "None" : "a Tensor");
+               "a Tensor with the others of params, or None with them", temperature.has_value() ? "None" : "a Tensor");
   }
   is_joint(check, filter_order);
   if (temperature.has_value()) {

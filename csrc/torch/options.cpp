@@ -26,7 +26,7 @@ const T* rows_of(const Check& check, const OptionalTensor& given, const char* na
 void check_together(const Check& check, const char* name, const OptionalTensor& given, const char* other,
                     const OptionalTensor& with) {
   if (given.has_value() == with.has_value()) return;
-  check.fail(name, std::string("given together with `") + other + "`",
+  check.fail(name, std::string("a Tensor if, and only if, ") + other + " is one",
              given.has_value() ? "a tensor without it" : "None");
 }
 
@@ -70,7 +70,7 @@ OptionsParams options_params(const Check& check, const OptionTensors& t, int64_t
 
   check_together(check, "history_lens", t.history_lens, "history", t.history);
   if (t.history_start.has_value() && !t.history.has_value()) {
-    check.fail("history_start", "given with `history`", "a tensor without it");
+    check.fail("history_start", "None without history", "a Tensor");
   }
   o.history = rows_of<int64_t>(check, t.history, "history", batch, "L", o.history_stride);
   o.history_width = t.history.has_value() ? t.history->size(1) : 0;
@@ -91,7 +91,7 @@ OptionsParams options_params(const Check& check, const OptionTensors& t, int64_t
 void add_paths(const Check& check, const VerifyParams& verify, const OptionalTensor& parents, OptionsParams& options) {
   const int32_t* nodes = check.read<int32_t>(parents, "parents", {{"N", verify.logits.num_rows}});
   if (!options.used) return;
-  check.that(parents.has_value(), "parents", "given with request options", "None");
+  check.that(parents.has_value(), "parents", "a Tensor with request options", "None");
   options.parents = nodes;
   options.cu_nodes = verify.cu_nodes;
   options.depths = verify.depths;

@@ -35,7 +35,7 @@ RecurrentBatch recurrent_batch(const Check& check, const Rows& rows, const Tenso
                                int64_t num_slots, const Path* path) {
   RecurrentBatch p{};
   const bool trees = rows.cu_nodes.has_value();
-  check.that(trees != rows.cu_seqlens.has_value(), "cu_seqlens", "given if, and only if, there are no trees",
+  check.that(trees != rows.cu_seqlens.has_value(), "cu_seqlens", "a Tensor if, and only if, there are no trees",
              trees ? "both" : "neither");
   const std::string name = trees ? "cu_nodes" : "cu_seqlens";
   const Tensor& offsets = trees ? *rows.cu_nodes : *rows.cu_seqlens;
@@ -43,7 +43,7 @@ RecurrentBatch recurrent_batch(const Check& check, const Rows& rows, const Tenso
   p.num_rows = num_rows;
   p.num_slots = num_slots;
   for (const auto& [part, given] : {std::pair{"parents", &rows.parents}, {"depths", &rows.depths}}) {
-    check.that(given->has_value() == trees, part, trees ? "a Tensor with `cu_nodes`" : "None with `cu_seqlens`",
+    check.that(given->has_value() == trees, part, trees ? "a Tensor with cu_nodes" : "None with cu_seqlens",
                trees ? "None" : "a Tensor");
     if (trees) check.tensor(**given, part, {ScalarType::Int}, {{"T", num_rows}});
   }
@@ -64,7 +64,7 @@ RecurrentBatch recurrent_batch(const Check& check, const Rows& rows, const Tenso
   if (path != nullptr && trees) {
     p.accept_index =
         check.read<int32_t>(path->accept_index, "accept_index", {{"B", p.batch}, "S"}, Strides::kLastContiguous);
-    check.that(path->accept_index->size(1) <= kMaxTreeNodes, "accept_index", "of at most 1024 columns",
+    check.that(path->accept_index->size(1) <= kMaxTreeNodes, "accept_index", "at most 1024 columns",
                Check::text(path->accept_index->sizes()));
     p.num_accepted = check.read<int32_t>(path->num_accepted, "num_accepted", {{"B", p.batch}});
     p.accept_stride = path->accept_index->stride(0);
@@ -92,10 +92,10 @@ DeltaRuleParams delta_rule_params(const Check& check, const Tensor& k, const Ten
   check.tensor(v, "v", {k.scalar_type()}, {{"T", num_rows}, "H", "Dv"}, Strides::kLastContiguous);
   const int64_t num_heads = v.size(1), value_dim = v.size(2);
   check.that(num_key_heads >= 1 && num_heads >= 1 && num_heads % num_key_heads == 0, "v",
-             "of a multiple of " + std::to_string(num_key_heads) + " heads, those of `k`", num_heads);
+             "a multiple of " + std::to_string(num_key_heads) + " heads, those of k", num_heads);
   for (const auto& [name, dim] : {std::pair{"k", key_dim}, {"v", value_dim}}) {
     check.that(dim >= 8 && dim <= kMaxRecurrentDim && dim % 8 == 0, name,
-               "of a head size that is a multiple of 8 up to 256", dim);
+               "a head size that is a multiple of 8 up to 256", dim);
   }
   DeltaRuleParams p{};
   check.dtype(g, "g", {ScalarType::Float});
@@ -198,7 +198,7 @@ Tensor tree_conv1d(const Tensor& x, const Tensor& weight, const OptionalTensor& 
   check_inputs(check, x, "x", {"T", "C"});
   check.tensor(weight, "weight", {x.scalar_type(), ScalarType::Float}, {{"C", x.size(1)}, "W"}, Strides::kAny);
   const int64_t width = weight.size(1);
-  check.that(width >= 1 && width <= kMaxConvWidth, "weight", "of 1 to 16 taps", width);
+  check.that(width >= 1 && width <= kMaxConvWidth, "weight", "1 to 16 taps", width);
   if (bias.has_value()) check.tensor(*bias, "bias", {weight.scalar_type()}, {{"C", x.size(1)}}, Strides::kAny);
   check.that(!activation.has_value() || *activation == "silu", "activation", "None or \"silu\"",
              "\"" + activation.value_or("") + "\"");
@@ -225,7 +225,7 @@ void advance_conv(const Tensor& conv_state, const Tensor& state_index, const Ten
   const Check check("advance_conv", conv_state);
   check.dtype(conv_state, "conv_state", {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16});
   check.that(conv_state.dim() == 3 && conv_state.size(2) < kMaxConvWidth, "conv_state",
-             "of shape [slots, C, W - 1] with W at most 16", Check::text(conv_state.sizes()));
+             "shape [slots, C, W - 1] with W at most 16", Check::text(conv_state.sizes()));
   const Path path{accept_index, num_accepted};
   ConvParams params = conv_params(check, x, conv_state, conv_state.size(2) + 1, state_index,
                                   {cu_nodes, parents, depths, max_nodes, cu_seqlens}, &path);

@@ -13,8 +13,8 @@ DType logits_dtype(const Tensor& logits) {
 LogitsParams rows_params(const Check& check, const Tensor& rows, const std::string& name, int64_t min_vocab) {
   const auto dtypes = {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16};
   check.tensor(rows, name, dtypes, {"N", "V"}, Strides::kLastContiguous);
-  if (rows.size(1) < min_vocab) check.fail(name, "of at least one column", Check::text(rows.sizes()));
-  if (rows.size(1) > kMaxVocab) check.fail(name, "of at most 2^20 columns", Check::text(rows.sizes()));
+  if (rows.size(1) < min_vocab) check.fail(name, "at least one column", Check::text(rows.sizes()));
+  if (rows.size(1) > kMaxVocab) check.fail(name, "at most 2^20 columns", Check::text(rows.sizes()));
   LogitsParams params{};
   params.data = rows.const_data_ptr();
   params.num_rows = rows.size(0);

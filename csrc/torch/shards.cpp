@@ -22,13 +22,13 @@ int64_t* words_of_items(const Check& check, const Tensor& words, const std::stri
 
 // Checks the vocabulary of all ranks against this rank's columns.
 void check_vocab(const Check& check, int64_t vocab, int64_t columns) {
-  check.that(vocab >= 1 && vocab <= kMaxVocab, "vocab", "in 1..2^20", vocab);
+  check.that(vocab >= 1 && vocab <= kMaxVocab, "vocab", "1..2^20", vocab);
   check.that(vocab >= columns, "vocab", "at least this rank's " + std::to_string(columns) + " columns", vocab);
 }
 
 void check_ranks(const Check& check, int64_t rank, int64_t num_ranks) {
   check.in(num_ranks, "num_ranks", 1, INT32_MAX);
-  check.that(rank >= 0 && rank < num_ranks, "rank", "in 0..num_ranks - 1", rank);
+  check.that(rank >= 0 && rank < num_ranks, "rank", "0..num_ranks - 1", rank);
 }
 
 ShardRows shard_rows(const Check& check, const Tensor& logits, const Tensor& rows, int64_t first_token, int64_t vocab,
@@ -56,7 +56,7 @@ void add_options(const Check& check, const OptionTensors& tensors, const Optiona
   shard.options.first_token = shard.first_token;
   shard.key_dtype = shard.options.used ? DType::kFloat32 : shard.logits.dtype;
   if (positions.has_value()) shard.options.positions = integers(check, *positions, "positions", {"B", shard.batch});
-  check.that(positions.has_value() || shard.options.stop_ids == nullptr, "positions", "given with stop_ids", "None");
+  check.that(positions.has_value() || shard.options.stop_ids == nullptr, "positions", "a Tensor with stop_ids", "None");
 }
 
 // Returns the sizes of ShardRow, Residual and ShardEnd in words.
@@ -86,7 +86,7 @@ void step_shards(const Tensor& logits, Tensor rows, const OptionalTensor& receiv
   }
   if (trees) {
     shard.batch = check.offsets(*cu_nodes, "cu_nodes", shard.cu_nodes);
-    check.that(depths.has_value(), "depths", "given with cu_nodes", "None");
+    check.that(depths.has_value(), "depths", "a Tensor with cu_nodes", "None");
     params.depths = check.read<int32_t>(*depths, "depths", {{"N", num_rows}});
   }
   shard.sampling = sampling_params(check, PT_SAMPLING_ARGUMENTS, shard.batch);
@@ -101,8 +101,8 @@ void step_shards(const Tensor& logits, Tensor rows, const OptionalTensor& receiv
     verify.depths = params.depths;
     add_map(check, draft_to_target, verify);
     if (draft_tokens.has_value()) verify.draft_tokens = integers(check, *draft_tokens, "draft_tokens", {"N", num_rows});
-    check.that(draft_tokens.has_value() || !shard.options.used, "draft_tokens", "given with request options and trees",
-               "None");
+    check.that(draft_tokens.has_value() || !shard.options.used, "draft_tokens",
+               "a Tensor with request options and trees", "None");
     add_paths(check, verify, parents, shard.options);
   }
   if (seeds.has_value()) check.tensor(*seeds, "seeds", {ScalarType::Long}, {{"B", shard.batch}});
@@ -111,14 +111,14 @@ void step_shards(const Tensor& logits, Tensor rows, const OptionalTensor& receiv
   params.digit = static_cast<int32_t>(digit);
   params.rank = static_cast<int32_t>(rank);
   params.words = words_of_items(check, words, "words", num_rows, words_of(params.round));
-  check.that(received.has_value() == (last > 0), "received", "the words of the round `last`", received.has_value());
+  check.that(received.has_value() == (last > 0), "received", "the words of the last round", received.has_value());
   if (received.has_value()) {
     const int64_t parts = params.last == ShardRound::kTies ? num_ranks : 1;
     params.received = words_of_items(check, *received, "received", parts * num_rows, words_of(params.last));
   }
   if (params.round == ShardRound::kRace) {
-    check.that(seeds.has_value(), "seeds", "given to draw tokens", "None");
-    check.that(positions.has_value(), "positions", "given to draw tokens", "None");
+    check.that(seeds.has_value(), "seeds", "a Tensor to draw tokens", "None");
+    check.that(positions.has_value(), "positions", "a Tensor to draw tokens", "None");
     params.seeds = const_pointer<int64_t>(*seeds);
     params.positions = shard.options.positions;
   }
@@ -177,7 +177,7 @@ void weigh_shards(const Tensor& logits, Tensor rows, Tensor left, const Optional
     const int64_t items = params.round == ResidualRound::kDraw ? num_ranks * shard.batch : num_rows;
     params.received = words_of_items(check, *received, "received", items, kResidualWords);
   }
-  check.that(ends.has_value() == is_of_trees(params.round), "ends", "given in rounds of trees", ends.has_value());
+  check.that(ends.has_value() == is_of_trees(params.round), "ends", "a Tensor in rounds of trees", ends.has_value());
   if (ends.has_value()) params.ends = words_as<ShardEnd>(check, *ends, "ends", shard.batch);
   const Backend& backend = backend_for(logits);
   const Tensor option_rows = add_option_rows(logits, backend, num_items(params), shard.logits.vocab, shard.options);

@@ -84,11 +84,11 @@ CommitResult commit(const Tensor& accept_index, const Tensor& num_accepted, cons
   params.tokens = check.read<int64_t>(tokens, "tokens", {{"B", batch}, {"S", path_width}}, Strides::kLastContiguous);
   params.cu_nodes = check.read<int32_t>(cu_nodes, "cu_nodes", {{"B + 1", batch + 1}});
   params.start = check.read<int32_t>(start, "start", {{"B", batch}});
-  check.that(history.has_value() == history_lens.has_value(), "history_lens", "given together with `history`",
-             history.has_value() ? "None" : "a tensor");
+  check.that(history.has_value() == history_lens.has_value(), "history_lens",
+             "a Tensor if, and only if, history is one", history.has_value() ? "None" : "a tensor");
 
   params.history_rows = check.read<int32_t>(history_rows, "history_rows", {{"B", batch}});
-  check.that(history.has_value() || !history_rows.has_value(), "history_rows", "None without `history`", "a tensor");
+  check.that(history.has_value() || !history_rows.has_value(), "history_rows", "None without history", "a tensor");
   params.tokens_left = check.read<int32_t>(tokens_left, "tokens_left", {{"B", batch}});
 
   params.num_rows = INT32_MAX;

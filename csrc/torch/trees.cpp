@@ -60,7 +60,7 @@ Tensor mask_words(const Tensor& mask, const OptionalTensor& cu_nodes, const std:
   const int64_t num_rows = mask.size(0);
   int64_t nodes = mask.size(1);
   if (cu_nodes.has_value()) {
-    check.that(nodes == num_rows, "mask", "of shape [T, T] with cu_nodes", Check::text(mask.sizes()));
+    check.that(nodes == num_rows, "mask", "shape [T, T] with cu_nodes", Check::text(mask.sizes()));
     params.batch = check.offsets(*cu_nodes, "cu_nodes", params.cu_nodes);
     nodes = check.in(max_nodes.value_or(max_of<int64_t>(nodes, 1)), "max_nodes", 1, max_of<int64_t>(nodes, 65536));
   } else {

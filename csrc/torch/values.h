@@ -44,7 +44,7 @@ inline void check_pages(const Check& check, const std::vector<int32_t>& table, i
                         int64_t b, int64_t begin, int64_t end, int64_t num_pages) {
   if (begin >= end) return;
   check.that(end <= max_pages * page_size, "page_table",
-             "wide enough for position " + std::to_string(end - 1) + " of sequence " + std::to_string(b),
+             "pages for position " + std::to_string(end - 1) + " of sequence " + std::to_string(b),
              std::to_string(max_pages) + " pages of " + std::to_string(page_size));
   for (int64_t i = begin / page_size; i <= (end - 1) / page_size; ++i) {
     const int32_t page = table[b * max_pages + i];

@@ -23,7 +23,7 @@ VerifyParams tree_params(const Check& check, const LogitsParams& logits, PT_TREE
   const int64_t nodes = size_of(depths);
   // If drafts and trees agree, the logits have the wrong number of rows.
   if (rows != nodes && nodes >= 0 && size_of(draft_tokens) == nodes) {
-    check.fail(rows_name, "of " + std::to_string(nodes) + " rows, one for each node of the trees",
+    check.fail(rows_name, std::to_string(nodes) + " rows, one for each node of the trees",
                std::to_string(rows) + " rows");
   }
   params.draft_tokens = integers(check, draft_tokens, "draft_tokens", {"N", rows});
@@ -189,7 +189,7 @@ VerdictTensors verify_by_ratio(const Tensor& logits, PT_TREE_PARAMETERS, PT_SAMP
   is_joint(check, draft_filter_order, "draft_");
   const bool of_logits = draft_temperature.has_value();
   for (const auto& [name, given] : draft_sampling) {
-    check.that(given->has_value() == of_logits, name, "given with the others of `draft_params`, or None with them",
+    check.that(given->has_value() == of_logits, name, "a Tensor with the others of draft_params, or None with them",
                of_logits ? "None" : "a Tensor");
   }
   if (of_logits) {
@@ -214,7 +214,7 @@ VerdictTensors verify_typical(const Tensor& logits, PT_TREE_PARAMETERS, PT_SAMPL
   RatioParams params{};
   params.verify = tree_params(check, logits_params(check, logits, grammar_mask), PT_TREE_ARGUMENTS, draft_to_target);
   params.verify.sampling = sampling_params(check, PT_SAMPLING_ARGUMENTS, params.verify.batch);
-  check.that(epsilon >= 0.0 && epsilon <= 1.0, "epsilon", "in 0..1", epsilon);
+  check.that(epsilon >= 0.0 && epsilon <= 1.0, "epsilon", "0..1", epsilon);
   check.that(delta >= 0.0 && delta <= 3e38, "delta", "a finite number >= 0", delta);
   params.law = DraftLaw::kOneHot;
   params.epsilon = static_cast<float>(epsilon);

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from numbers import Integral, Real
@@ -13,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["checked", "expect_dims", "expect_integers", "expect_one_device", "expect_shape", "expect_type"]
+__all__ = ["argument_error", "checked", "refusal"]
+__all__ += ["expect_dims", "expect_integers", "expect_one_device", "expect_shape", "expect_type"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _NUMBERS: dict[Any, tuple[tuple[type, ...], str]] = {
@@ -24,30 +27,85 @@ _NUMBERS: dict[Any, tuple[tuple[type, ...], str]] = {
 }
 
 
+def refusal(
+    name: object, expected: object, got: object = ..., kind: type[Exception] = ValueError, function: str | None = None
+) -> Exception:
+    """Returns the error "FUNCTION: ARGUMENT: expected A, got B", whose function is `argument_error`'s."""
+    text = f"expected {expected}" if got is ... else f"expected {expected}, got {got}"
+    return argument_error(name, text, kind, function)
+
+
+def argument_error(
+    name: object, text: object, kind: type[Exception] = ValueError, function: str | None = None
+) -> Exception:
+    """Returns the error "FUNCTION: ARGUMENT: TEXT". function: default the public one that was called."""
+    function = _public_function(str(name)) if function is None else function
+    front = f"{function}: " if function else ""
+    text = re.sub(r"^[\w.]+: (?=\S+: )", "", str(text))  # without the function of another of these errors
+    return kind(f"{front}{name}: {text}")
+
+
+def _public_function(name: str) -> str:
+    """Returns the innermost public function on the stack with this argument, else the innermost one, "" for none.
+
+    Public are the names of packages, of `testing` and of the adapters in one file. Traces of torch.compile get "".
+    """
+    if torch.compiler.is_compiling():
+        return ""
+    modules = [(path, m) for path, m in list(sys.modules.items()) if path.startswith("pagedtree")]
+    lists = [vars(m) for _, m in modules if hasattr(m, "__path__")]
+    for path, m in modules:
+        if path == "pagedtree.testing" or path.rpartition(".")[0] == "pagedtree.integrations":
+            lists.append({name: getattr(m, name) for name in getattr(m, "__all__", ())})
+
+    def is_public(thing: Any, name: str) -> bool:
+        found = [inspect.unwrap(names[name]) for names in lists if name in names]
+        return any(thing in (one, getattr(one, "__code__", None)) for one in found)
+
+    outer, argument, frame = "", re.split(r"\W", name)[0], inspect.currentframe()
+    while frame := frame and frame.f_back:
+        if not frame.f_globals.get("__name__", "").startswith("pagedtree."):
+            continue
+        # The frame of a decorator stands for the function that it wraps.
+        code = getattr(inspect.unwrap(frame.f_locals.get("function")), "__code__", frame.f_code)  # type: ignore[arg-type]
+        arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        function = code.co_name if is_public(code, code.co_name) else ""
+        if arguments[:1] in (("self",), ("cls",)):
+            owner = frame.f_locals.get(arguments[0])
+            classes = inspect.getmro(owner if isinstance(owner, type) else type(owner))
+            function = next((kind.__name__ for kind in classes if is_public(kind, kind.__name__)), "")
+            if code.co_name not in ("__init__", "__post_init__"):
+                function = f"{function}.{code.co_name}" if function and not code.co_name.startswith("_") else ""
+        if function and argument in arguments:
+            return function
+        outer = outer or function
+    return outer
+
+
 def expect_type(name: str, value: object, expected: type) -> None:
     """Raises TypeError for a wrong type of an argument that Python reads before an op does."""
     if not isinstance(value, expected):
-        raise TypeError(f"{name}: expected a {expected.__name__}, got {type(value).__name__}")
+        raise refusal(name, f"a {expected.__name__}", type(value).__name__, TypeError)
 
 
 def expect_integers(**values: object) -> None:
     """Raises TypeError where a value is not an integer."""
     for name, value in values.items():
         if type(value) is not int and not isinstance(value, _NUMBERS[int][0]):
-            raise TypeError(f"{name}: expected an integer, got {_shown(value)}")
+            raise refusal(name, "an integer", _shown(value), TypeError)
 
 
 def expect_dims(form: str, **tensors: Tensor | None) -> None:
     """Raises ValueError unless a tensor has the number of dimensions in `form`, e.g. "[B, max_pages]"."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.dim() != form.count(",") + 1:
-            raise ValueError(f"{name}: expected {form}, got shape {[*tensor.shape]}")
+            raise refusal(name, form, f"shape {[*tensor.shape]}")
 
 
 def expect_shape(shape: Sequence[int], **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and tensor.shape != tuple(shape):
-            raise ValueError(f"{name}: expected shape {[*shape]}, got {[*tensor.shape]}")
+            raise refusal(name, f"shape {[*shape]}", [*tensor.shape])
 
 
 def expect_one_device(op: str, /, **tensors: Any) -> None:
@@ -59,8 +117,7 @@ def expect_one_device(op: str, /, **tensors: Any) -> None:
                 continue
             first = first or (name, tensor.device)
             if tensor.device != first[1]:
-                expected = f"the device of `{first[0]}`, {first[1]}"
-                raise RuntimeError(f"{op}: `{name}` must be on {expected}, got {tensor.device}")
+                raise refusal(name, f"the device of {first[0]}, {first[1]}", tensor.device, RuntimeError, op)
 
 
 def checked(
@@ -107,24 +164,24 @@ def checked(
 
 def _expect_tensor(name: str, tensor: Tensor, is_integer: bool, is_written: bool) -> None:
     if tensor.is_meta:
-        raise ValueError(f"{name}: expected a tensor with values, got one on meta")
+        raise refusal(name, "a tensor with values", "one on meta")
     if is_integer and tensor.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{name}: expected int32 or int64, got {tensor.dtype}")
+        raise refusal(name, "int32 or int64", tensor.dtype)
     if is_written and any(size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
-        raise ValueError(f"{name}: expected elements that share no memory, got strides {list(tensor.stride())}")
+        raise refusal(name, "elements that share no memory", f"strides {list(tensor.stride())}")
 
 
 def _expect(name: str, value: object, hint: Any) -> None:
     """Raises TypeError unless `value` matches the type `hint`, ValueError for an integer too large."""
     if _fits(value, hint):
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise ValueError(f"{name}: expected an integer of 64 bits, got {value}")
+            raise refusal(name, "an integer of 64 bits", value)
         return
     if get_origin(hint) is Sequence and _fits(value, Sequence):
         element = get_args(hint)[0]
         for i, part in enumerate(value):  # type: ignore[arg-type, var-annotated]
             _expect(f"{name}[{i}]", part, element)
-    raise TypeError(f"{name}: expected {_words(hint)}, got {_shown(value)}")
+    raise refusal(name, _words(hint), _shown(value), TypeError)
 
 
 def _fits(value: object, hint: Any) -> bool:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 import pagedtree
-from pagedtree._arguments import expect_one_device
+from pagedtree._arguments import expect_one_device, refusal
 from pagedtree._gradients import new_library, register_gradients
 
 
@@ -65,7 +65,7 @@ def register_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any
             values = {**{argument.name: value for argument, value in zip(arguments, args, strict=False)}, **kwargs}
             for required_name in required:
                 if values.get(required_name) is None:
-                    raise RuntimeError(f"{op}: `{required_name}` must be a Tensor, got None")
+                    raise refusal(required_name, "a Tensor", None, RuntimeError, op)
             expect_one_device(op, **values)
             for t in tree_leaves([values.get(written_name) for written_name in written]):
                 if isinstance(t, Tensor) and isinstance(offset := t.storage_offset(), torch.SymInt):
@@ -116,18 +116,18 @@ _PARTS = {
 }  # fmt: skip
 
 
-def _wrong_type(name: str, argument: str, expected: str, found: str, value: str) -> TypeError:
+def _wrong_type(name: str, argument: str, expected: str, found: str, value: str) -> Exception:
     value = value if len(value) <= 80 else f"{value[:77]}..."
-    return TypeError(f"{name}: `{argument}` must be of type {expected}, got {found}: {value}")
+    return refusal(argument, f"type {expected}", f"{found}: {value}", TypeError, name)
 
 
-def _first_that_is_no_tensor(name: str, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TypeError:
+def _first_that_is_no_tensor(name: str, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception:
     arguments = getattr(op, "default", op)._schema.arguments
     values = {**{argument.name: value for argument, value in zip(arguments, args, strict=False)}, **kwargs}
     first = next(argument.name for argument in arguments if str(argument.type) == "Tensor")
     value = values.get(first)
     if value is None:
-        return TypeError(f"{name}: `{first}` must be a Tensor, got None")
+        return refusal(first, "a Tensor", None, TypeError, name)
     return _wrong_type(name, first, "Tensor", type(value).__name__, str(value))
 
 
@@ -151,10 +151,10 @@ def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
         return op(*args, **kwargs)
     except RuntimeError as error:
-        raise refusal(error, op, args, kwargs) from None
+        raise python_error(error, op, args, kwargs) from None
 
 
-def refusal(error: RuntimeError, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception:
+def python_error(error: RuntimeError, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception:
     message = str(error)
     name = str(op).removeprefix("pagedtree.").split(".")[0]
     name = _PARTS.get(name, name)
@@ -171,4 +171,4 @@ def refusal(error: RuntimeError, op: Any, args: tuple[Any, ...], kwargs: dict[st
     if start < 0:
         return error
     message = message[start:].split("\nException raised from")[0]
-    return (TypeError if message.endswith("must be a Tensor, got None") else ValueError)(message)
+    return (TypeError if message.endswith("expected a Tensor, got None") else ValueError)(message)

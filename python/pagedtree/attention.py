@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pagedtree._arguments import expect_type
-from pagedtree._ops import Prepared, call, has_no_values, ops, refusal, register_fake
+from pagedtree._ops import Prepared, call, has_no_values, ops, python_error, register_fake
 
 __all__ = ["PreparedAttention", "attention_plan", "merge_states", "tree_attention"]
 
@@ -185,7 +185,7 @@ class PreparedAttention:
                 return _attend(*layer)
             _attend_out(*layer, out)
         except RuntimeError as error:
-            raise refusal(error, _attend, layer, {}) from None
+            raise python_error(error, _attend, layer, {}) from None
         if not out.is_inference():
             torch.autograd.graph.increment_version(out)
         return out

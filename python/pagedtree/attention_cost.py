@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pagedtree._arguments import checked
+from pagedtree._arguments import checked, refusal
 from pagedtree._engine import chosen_engine
 
 __all__ = ["explain"]
@@ -122,7 +122,7 @@ def explain(
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     sizes = [pair for pair in _C.HEAD_DIMS if pair[0] >= 64]
     if (pair := (head_dim, head_dim_v)) not in sizes:
-        raise ValueError(f"explain: `head_dim` and `head_dim_v` must be one of {sizes}, got {pair}")
+        raise refusal("head_dim and head_dim_v", f"one of {sizes}", pair)
     _check_batch(query_lens, seq_lens, num_q_heads, num_kv_heads, latent, kv_bytes)
     _check_bounds(page_size, num_sms, max_shared_bytes, window, l2_bytes)
     if max_seqlen_q is None:
@@ -163,18 +163,16 @@ def _check_batch(
     query_lens: Sequence[int], seq_lens: Sequence[int], num_q_heads: int, num_kv_heads: int, latent: bool, kv_bytes: int
 ) -> None:
     if len(query_lens) != len(seq_lens):
-        raise ValueError(f"explain: `seq_lens` must have {len(query_lens)} entries, got {len(seq_lens)}")
+        raise refusal("seq_lens", f"{len(query_lens)} entries", len(seq_lens))
     for name, lengths in (("query_lens", query_lens), ("seq_lens", seq_lens)):
         if any(not 0 <= n < 2**31 for n in lengths) or sum(query_lens) >= 2**31:
-            raise ValueError(f"explain: `{name}` must be in 0..2^31 - 1, the queries in total too, got {list(lengths)}")
+            raise refusal(name, "0..2^31 - 1, the queries in total too", list(lengths))
     if num_kv_heads < 1 or num_q_heads < 1 or num_q_heads % num_kv_heads:
-        raise ValueError(
-            f"explain: `num_q_heads` must be a multiple of num_kv_heads, got {num_q_heads} and {num_kv_heads}"
-        )
+        raise refusal("num_q_heads", "a multiple of num_kv_heads", f"{num_q_heads} and {num_kv_heads}")
     if latent and num_kv_heads != 1:
-        raise ValueError(f"explain: `num_kv_heads` must be 1 for a latent cache, got {num_kv_heads}")
+        raise refusal("num_kv_heads", "1 for a latent cache", num_kv_heads)
     if kv_bytes not in (1, 2):
-        raise ValueError(f"explain: `kv_bytes` must be 1 or 2, got {kv_bytes}")
+        raise refusal("kv_bytes", "1 or 2", kv_bytes)
 
 
 def _check_bounds(page_size: int, num_sms: int, max_shared_bytes: int, window: int, l2_bytes: int) -> None:
@@ -186,13 +184,13 @@ def _check_bounds(page_size: int, num_sms: int, max_shared_bytes: int, window: i
         ("l2_bytes", l2_bytes, 0, 2**63 - 1),
     ):
         if not least <= size <= most:
-            raise ValueError(f"explain: `{name}` must be in {least}..{most}, got {size}")
+            raise refusal(name, f"{least}..{most}", size)
 
 
 def _engine_of(engine: str | None, max_shared_bytes: int) -> str:
     engine = engine or chosen_engine()[0]
     if engine not in ENGINES:
-        raise ValueError(f"explain: `engine` must be one of {ENGINES}, got {engine!r}")
+        raise refusal("engine", f"one of {ENGINES}", repr(engine))
     if engine == "wgmma" and max_shared_bytes < 227 * 1024:
-        raise ValueError(f"explain: `max_shared_bytes` must be at least {227 * 1024} for wgmma, got {max_shared_bytes}")
+        raise refusal("max_shared_bytes", f"at least {227 * 1024} for wgmma", max_shared_bytes)
     return engine

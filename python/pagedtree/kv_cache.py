@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedtree._arguments import expect_type
-from pagedtree._ops import Prepared, call, has_no_values, ops, refusal, register_fake
+from pagedtree._arguments import expect_type, refusal
+from pagedtree._ops import Prepared, call, has_no_values, ops, python_error, register_fake
 
 __all__ = ["PreparedCompaction", "append_kv", "compact_kv", "rope_append", "slot_mapping"]
 
@@ -58,8 +58,7 @@ def _last_offset(cu_seqlens_q: Tensor, page_table: Tensor, page_size: int) -> in
     total_q = int(cu_seqlens_q[-1])
     room = page_table.numel() * page_size
     if not 0 <= total_q <= room:
-        bounds = f"end with 0..{room}, as many rows as `page_table` has positions"
-        raise ValueError(f"slot_mapping: `cu_seqlens_q` must {bounds}, got {total_q}")
+        raise refusal("cu_seqlens_q", f"an end in 0..{room}, the positions of page_table", total_q)
     return total_q
 
 
@@ -229,7 +228,7 @@ class PreparedCompaction:
         try:
             seq_lens: Tensor = _compact(*moves)
         except RuntimeError as error:
-            raise refusal(error, _compact, moves, {}) from None
+            raise python_error(error, _compact, moves, {}) from None
         if self._with_versions:
             torch.autograd.graph.increment_version(self._with_versions)
         return seq_lens

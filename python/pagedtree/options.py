@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedtree._arguments import expect_type
+from pagedtree._arguments import expect_type, refusal
 from pagedtree.bits import packed
 from pagedtree.sampling_params import SamplingParams
 
@@ -80,7 +80,7 @@ class RequestOptions:
         for name in _NAMES:
             value = getattr(self, name)
             if value is not None and not isinstance(value, Tensor):
-                raise TypeError(f"{name}: expected a Tensor or None, got {type(value).__name__}")
+                raise refusal(name, "a Tensor or None", type(value).__name__, TypeError)
 
     def tensors(self) -> dict[str, Tensor | None]:
         return {name: getattr(self, name) for name in _NAMES}
@@ -115,9 +115,9 @@ class RequestOptions:
         batch = _batch_of({**lists, "stop_ids": stop_ids, "min_positions": min_positions})
         _expect_integer("vocab", vocab)
         if not 1 <= vocab <= 2**20:
-            raise ValueError(f"vocab: expected 1..2^20, got {vocab}")
+            raise refusal("vocab", "1..2^20", vocab)
         if (stop_ids is None) != (min_positions is None):
-            raise ValueError("stop_ids: expected together with min_positions, got one of them")
+            raise refusal("stop_ids", "together with min_positions", "one of them")
         tensors: dict[str, np.ndarray[Any, Any] | Tensor] = {}
         texts = {
             name: [_ids(f"{name}[{b}]", ids, vocab) for b, ids in enumerate(value)]
@@ -311,44 +311,44 @@ def _batch_of(given: Mapping[str, Sequence[Any] | None]) -> int:
         if value is None:
             continue
         if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
-            raise TypeError(f"{name}: expected a sequence with one entry per sequence, got {type(value).__name__}")
+            raise refusal(name, "a sequence with one entry per sequence", type(value).__name__, TypeError)
         sizes[name] = len(value)
     if not sizes:
-        raise ValueError("prompts: expected at least one list of options, got none")
+        raise refusal("prompts", "at least one list of options", "none")
     first = next(iter(sizes))
     for name, size in sizes.items():
         if size != sizes[first]:
-            raise ValueError(f"{name}: expected {sizes[first]} entries, as {first} has, got {size}")
+            raise refusal(name, f"{sizes[first]} entries, as {first} has", size)
     return sizes[first]
 
 
 def _ids(name: str, ids: Sequence[int], vocab: int) -> np.ndarray[Any, Any]:
     if isinstance(ids, (str, bytes, Mapping)):
-        raise TypeError(f"{name}: expected token ids, got {type(ids).__name__}")
+        raise refusal(name, "token ids", type(ids).__name__, TypeError)
     try:
         array = np.asarray(ids)
     except (TypeError, ValueError):  # lists of different lengths
         array = np.zeros((0, 0))
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
-        raise TypeError(f"{name}: expected token ids, got {ids!r:.60}")
+        raise refusal(name, "token ids", f"{ids!r:.60}", TypeError)
     if array.size and not (array.min() >= 0 and array.max() < vocab):
         bad_id = array[(array < 0) | (array >= vocab)][0]
-        raise ValueError(f"{name}: expected ids in 0..{vocab - 1}, got {bad_id}")
+        raise refusal(name, f"ids in 0..{vocab - 1}", bad_id)
     return array.astype(np.int64)
 
 
 def _expect_integer(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name}: expected an integer, got {value!r:.60}")
+        raise refusal(name, "an integer", f"{value!r:.60}", TypeError)
     if not -(2**63) <= int(value) < 2**63:
-        raise ValueError(f"{name}: expected an integer of 64 bits, got {value}")
+        raise refusal(name, "an integer of 64 bits", value)
 
 
 def _entries(name: str, entry: Sequence[Any] | None) -> Sequence[Any]:
     if entry is None:
         return []
     if isinstance(entry, (str, bytes)) or not isinstance(entry, Sequence):
-        raise TypeError(f"{name}: expected a sequence or None, got {type(entry).__name__}")
+        raise refusal(name, "a sequence or None", type(entry).__name__, TypeError)
     return entry
 
 
@@ -356,19 +356,19 @@ def _biases(name: str, entry: Mapping[int, float] | None) -> Mapping[int, float]
     if entry is None:
         return {}
     if not isinstance(entry, Mapping):
-        raise TypeError(f"{name}: expected a mapping of token ids to numbers or None, got {type(entry).__name__}")
+        raise refusal(name, "a mapping of token ids to numbers or None", type(entry).__name__, TypeError)
     for token, value in entry.items():
         if isinstance(value, bool) or not isinstance(value, Real):
-            raise TypeError(f"{name}[{token!r:.20}]: expected a number, got {value!r:.60}")
+            raise refusal(f"{name}[{token!r:.20}]", "a number", f"{value!r:.60}", TypeError)
         if value != value:
-            raise ValueError(f"{name}[{token!r:.20}]: expected a number, got NaN")
+            raise refusal(f"{name}[{token!r:.20}]", "a number", "NaN")
     return entry
 
 
 def _word(name: str, word: Sequence[int], vocab: int) -> np.ndarray[Any, Any]:
     ids = _ids(name, word, vocab)
     if ids.size == 0:
-        raise ValueError(f"{name}: expected at least one token, got an empty word")
+        raise refusal(name, "at least one token", "an empty word")
     return ids
 
 

@@ -10,7 +10,7 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
-from pagedtree._arguments import expect_type
+from pagedtree._arguments import expect_type, refusal
 from pagedtree._ops import makes_fakes
 
 __all__ = ["SamplingParams"]
@@ -76,12 +76,12 @@ class SamplingParams:
             if isinstance(value, Tensor) or (type(value) is type(_DEFAULTS[name]) and value == _DEFAULTS[name]):
                 continue
             if isinstance(value, bool) or not isinstance(value, Integral if name == "top_k" else Real):
-                raise TypeError(f"{name}: expected {expected} or a tensor, got {value!r}")
+                raise refusal(name, f"{expected} or a tensor", repr(value), TypeError)
             if not inside(value):
-                raise ValueError(f"{name}: expected {expected}, got {value}")
+                raise refusal(name, expected, value)
         expect_type("filter_order", self.filter_order, str)
         if self.filter_order not in ("top_k_first", "joint"):
-            raise ValueError(f'filter_order: expected "top_k_first" or "joint", got {self.filter_order!r}')
+            raise refusal("filter_order", '"top_k_first" or "joint"', repr(self.filter_order))
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, str]:
         """Returns (temperature, top_k, top_p, min_p, filter_order) as raw ops take them, tensors [1] or [B]."""
@@ -107,12 +107,12 @@ class SamplingParams:
                 tensors[name] = _on_device(value, name, device, keep)
         return tensors
 
-    def expect_no_penalty(self, op: str, argument: str = "params") -> None:
+    def expect_no_penalty(self, argument: str = "params") -> None:
         for name, neutral in _NO_PENALTY.items():
             value = getattr(self, name)
             if isinstance(value, Tensor) or value != neutral:
                 text = "a tensor" if isinstance(value, Tensor) else value
-                raise ValueError(f"{op}: `{argument}` must have {name} {neutral}, got {text}")
+                raise refusal(argument, f"{name} {neutral}", text)
 
 
 _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}

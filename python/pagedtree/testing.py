@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pagedtree._arguments import checked, expect_dims, expect_shape
+from pagedtree._arguments import checked, expect_dims, expect_shape, refusal
 from pagedtree._ops import ops
 from pagedtree.drafting.draft import Draft
 from pagedtree.tree import MAX_NODES, build_trees
@@ -35,7 +35,7 @@ def use_backend(name: str) -> Iterator[None]:
     Raises ValueError for a backend that this build lacks.
     """
     if name not in backends():
-        raise ValueError(f"use_backend: `name` must be one of {', '.join(backends())}, got {name}")
+        raise refusal("name", f"one of {', '.join(backends())}", name)
     if name == "cuda":  # chosen by the tensors' device
         yield
         return
@@ -84,11 +84,11 @@ def decoy_propose(
     batch, length = texts.shape
     expect_shape([batch], lengths=lengths, root_tokens=root_tokens, active=active)
     if active is not None and active.dtype != torch.bool:
-        raise ValueError(f"active: expected torch.bool, got {active.dtype}")
+        raise refusal("active", "torch.bool", active.dtype)
     if max_depth < 1:
-        raise ValueError(f"max_depth: expected at least 1, got {max_depth}")
+        raise refusal("max_depth", "at least 1", max_depth)
     if not 2 * max_depth < max_nodes <= MAX_NODES:
-        raise ValueError(f"max_nodes: expected {2 * max_depth + 1} to {MAX_NODES}, got {max_nodes}")
+        raise refusal("max_nodes", f"{2 * max_depth + 1} to {MAX_NODES}", max_nodes)
     width = (max_nodes - 1) // max_depth
     padded_texts = F.pad(texts.long(), (1, max_depth), value=-1)  # column p + 1 has the token of position p
     columns = lengths.long()[:, None] + torch.arange(max_depth + 1, dtype=torch.int64, device=texts.device)

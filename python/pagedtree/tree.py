@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pagedtree._arguments import checked, expect_integers, expect_shape, expect_type
+from pagedtree._arguments import checked, expect_integers, expect_shape, expect_type, refusal
 from pagedtree._ops import call, makes_fakes, ops, register_fake
 from pagedtree.bits import unpacked
 
@@ -41,15 +41,15 @@ class DraftTree:
     def __init__(self, parents: Sequence[int] | np.ndarray) -> None:
         array = np.array(parents)
         if array.size and array.dtype.kind not in "iu":
-            raise TypeError(f"parents: expected integers, got {array.dtype}")
+            raise refusal("parents", "integers", array.dtype, TypeError)
         if array.ndim != 1 or not 1 <= array.size <= MAX_NODES:
-            raise ValueError(f"parents: expected 1 to {MAX_NODES} nodes in one dimension, got shape {array.shape}")
+            raise refusal("parents", f"1 to {MAX_NODES} nodes in one dimension", f"shape {array.shape}")
         if array[0] != -1:
-            raise ValueError(f"parents: expected parents[0] == -1 (the root), got {array[0]}")
+            raise refusal("parents", "parents[0] == -1 (the root)", array[0])
         nodes = np.flatnonzero((array[1:] < 0) | (array[1:] >= np.arange(1, array.size)))
         if nodes.size:
             node = int(nodes[0]) + 1
-            raise ValueError(f"parents: expected 0 <= parents[i] < i, got parents[{node}] == {array[node]}")
+            raise refusal("parents", "0 <= parents[i] < i", f"parents[{node}] == {array[node]}")
         n = array.size
         self.num_nodes = n
         self.parents: np.ndarray = array.astype(np.int32)
@@ -81,18 +81,18 @@ class DraftTree:
         try:
             listed = sorted((tuple(map(index, path)) for path in paths), key=lambda path: (len(path), path))
         except TypeError as error:
-            raise TypeError(f"paths: expected sequences of integers, {error}") from None
+            raise refusal("paths", f"sequences of integers, {error}", kind=TypeError) from None
         node_of: dict[tuple[int, ...], int] = {(): 0}
         parents = [-1]
         for path in listed:
             if not path:
-                raise ValueError("paths: expected paths of at least one rank (the root is added), got an empty path")
+                raise refusal("paths", "paths of at least one rank (the root is added)", "an empty path")
             if path in node_of:
-                raise ValueError(f"paths: expected each path once, got {list(path)} twice")
+                raise refusal("paths", "each path once", f"{list(path)} twice")
             if min(path) < 0 or max(path) >= 2**31:
-                raise ValueError(f"paths: expected ranks >= 0 and below 2^31, got {list(path)}")
+                raise refusal("paths", "ranks >= 0 and below 2^31", list(path))
             if path[:-1] not in node_of:
-                raise ValueError(f"paths: expected every prefix to be listed, got {list(path)} without its parent")
+                raise refusal("paths", "every prefix to be listed", f"{list(path)} without its parent")
             parents.append(node_of[path[:-1]])
             node_of[path] = len(node_of)
         tree = cls(parents)
@@ -103,7 +103,7 @@ class DraftTree:
     @checked()
     def chain(cls, num_draft_tokens: int) -> DraftTree:
         if not 0 <= num_draft_tokens < MAX_NODES:
-            raise ValueError(f"num_draft_tokens: expected 0 to {MAX_NODES - 1}, got {num_draft_tokens}")
+            raise refusal("num_draft_tokens", f"0 to {MAX_NODES - 1}", num_draft_tokens)
         return cls(np.arange(-1, num_draft_tokens))
 
     @classmethod
@@ -111,11 +111,11 @@ class DraftTree:
     def full(cls, branching: Sequence[int]) -> DraftTree:
         """Returns the tree in which every node of level d has branching[d] children, level by level."""
         if any(width < 0 for width in branching):
-            raise ValueError(f"branching: expected widths >= 0, got {list(branching)}")
+            raise refusal("branching", "widths >= 0", list(branching))
         parents, level = [-1], [0]
         for width in branching:
             if len(parents) + len(level) * width > MAX_NODES:
-                raise ValueError(f"branching: expected at most {MAX_NODES} nodes, got {list(branching)}")
+                raise refusal("branching", f"at most {MAX_NODES} nodes", list(branching))
             first = len(parents)
             parents += [node for node in level for _ in range(width)]
             level = list(range(first, len(parents)))
@@ -186,17 +186,17 @@ class TreeBatch:
     def _check(self) -> None:
         offsets, rows, device = self.cu_nodes.shape, self.parents.shape, self.cu_nodes.device
         if len(offsets) != 1 or offsets[0] < 1:
-            raise ValueError(f"cu_nodes: expected shape [B + 1], got {list(offsets)}")
+            raise refusal("cu_nodes", "shape [B + 1]", list(offsets))
         if len(rows) != 1:
-            raise ValueError(f"parents: expected shape [N], got {list(rows)}")
+            raise refusal("parents", "shape [N]", list(rows))
         shapes = (offsets, rows, rows, rows, rows, (rows[0], -(-self.max_nodes // 32)), (offsets[0] - 1,))
         for name, shape in zip(_TENSOR_FIELDS, shapes, strict=True):
             tensor: Tensor = getattr(self, name)
             expect_shape(shape, **{name: tensor})
             if tensor.dtype != (torch.bool if name == "valid" else torch.int32):
-                raise ValueError(f"{name}: expected torch.{'bool' if name == 'valid' else 'int32'}, got {tensor.dtype}")
+                raise refusal(name, f"torch.{'bool' if name == 'valid' else 'int32'}", tensor.dtype)
             if tensor.device != device:
-                raise ValueError(f"{name}: expected a tensor on {device}, got one on {tensor.device}")
+                raise refusal(name, f"a tensor on {device}", f"one on {tensor.device}")
 
     @property
     def batch_size(self) -> int:
@@ -234,11 +234,11 @@ class TreeBatch:
         rows = sum(sizes) if capacity is None else capacity
         for i, tree in enumerate(trees):
             if tree.num_nodes > nodes:
-                raise ValueError(f"trees: expected at most max_nodes = {nodes} nodes, got {tree.num_nodes} in tree {i}")
+                raise refusal("trees", f"at most max_nodes = {nodes} nodes", f"{tree.num_nodes} in tree {i}")
             if tree.max_depth > depth:
-                raise ValueError(f"trees: expected depth <= max_depth = {depth}, got {tree.max_depth} in tree {i}")
+                raise refusal("trees", f"depth <= max_depth = {depth}", f"{tree.max_depth} in tree {i}")
         if not sum(sizes) <= rows < 2**31:
-            raise ValueError(f"capacity: expected at least {sum(sizes)} rows for these trees, below 2^31, got {rows}")
+            raise refusal("capacity", f"at least {sum(sizes)} rows for these trees, below 2^31", rows)
         parents = np.full(rows, -1, dtype=np.int32)
         if trees:
             parents[: sum(sizes)] = np.concatenate([tree.parents for tree in trees])
@@ -260,18 +260,16 @@ class TreeBatch:
         different devices, or inconsistent tensors.
         """
         if not batches:
-            raise ValueError("batches: expected at least one, got none")
+            raise refusal("batches", "at least one", "none")
         device, offset, offsets = batches[0].device, 0, []
         for i, batch in enumerate(batches):
             batch._check()
             if batch.device != device:
-                raise ValueError(f"batches: expected all on {device}, got batch {i} on {batch.device}")
+                raise refusal("batches", f"all on {device}", f"batch {i} on {batch.device}")
             rows, is_last = batch.parents.shape[0], i == len(batches) - 1
             if not is_last and device.type == "cpu" and int(batch.cu_nodes[-1]) != rows:
-                raise ValueError(
-                    f"batches: expected no padding but in the last one, got {rows} rows in batch {i}, whose trees end"
-                    f" at {int(batch.cu_nodes[-1])}"
-                )
+                found = f"{rows} rows in batch {i}, whose trees end at {int(batch.cu_nodes[-1])}"
+                raise refusal("batches", "no padding but in the last one", found)
             offsets.append((batch.cu_nodes if is_last else batch.cu_nodes[:-1]) + offset)
             offset += rows
         joined = {
@@ -299,16 +297,12 @@ class TreeBatch:
         expect_integers(start=start, length=length)
         self._check()
         if start < 0 or length < 0 or start + length > self.batch_size:
-            raise ValueError(
-                f"narrow: expected start and length within {self.batch_size} trees, got {start} and {length}"
-            )
+            raise refusal("start, length", f"a range within {self.batch_size} trees", f"{start} and {length}")
         offsets, num_rows = self.cu_nodes[start : start + length + 1], self.parents.shape[0]
         ends = offsets.tolist()
         begin, end = ends[0], ends[-1]
         if not 0 <= begin <= end <= num_rows:
-            raise ValueError(
-                f"cu_nodes: expected offsets that ascend from 0 to at most {num_rows}, got {begin} and {end}"
-            )
+            raise refusal("cu_nodes", f"offsets that ascend from 0 to at most {num_rows}", f"{begin} and {end}")
         rows = slice(begin, end)
         return TreeBatch(
             offsets - begin if begin else offsets,
@@ -334,13 +328,13 @@ class TreeBatch:
         self._check()
         other._check()
         if other.batch_size != self.batch_size:
-            raise ValueError(f"other: expected batch_size = {self.batch_size}, got {other.batch_size}")
+            raise refusal("other", f"batch_size = {self.batch_size}", other.batch_size)
         for name in ("max_nodes", "max_depth"):
             if getattr(other, name) > getattr(self, name):
-                raise ValueError(f"other: expected {name} <= {getattr(self, name)}, got {getattr(other, name)}")
+                raise refusal("other", f"{name} <= {getattr(self, name)}", getattr(other, name))
         rows = other.parents.shape[0]
         if rows > self.parents.shape[0]:
-            raise ValueError(f"other: expected at most {self.parents.shape[0]} rows, got {rows}")
+            raise refusal("other", f"at most {self.parents.shape[0]} rows", rows)
         self.cu_nodes.copy_(other.cu_nodes)
         self.valid.copy_(other.valid)
         for name in ("parents", "depths", "first_child", "next_sibling"):
@@ -358,7 +352,7 @@ class TreeBatch:
         """Returns tree b on the host (synchronises). Raises ValueError if it is malformed."""
         self._check()
         if not 0 <= b < self.batch_size:
-            raise ValueError(f"b: expected 0 to {self.batch_size - 1}, got {b}")
+            raise refusal("b", f"0 to {self.batch_size - 1}", b)
         begin, end = self.cu_nodes[b : b + 2].tolist()
         return DraftTree(self.parents[begin:end].cpu().numpy())
 
@@ -421,7 +415,7 @@ def mask_words(mask: Tensor, cu_nodes: Tensor | None = None, *, max_nodes: int |
 @register_fake("mask_words")
 def _mask_words_fake(mask: Tensor, cu_nodes: Tensor | None = None, *, max_nodes: int | None = None) -> Tensor:
     if mask.dim() != 2:
-        raise RuntimeError(f"mask_words: `mask` must be of shape [T, M], got {[*mask.shape]}")
+        raise refusal("mask", "shape [T, M]", [*mask.shape], RuntimeError, "mask_words")
     nodes = mask.shape[1] if max_nodes is None else max_nodes
     return mask.new_empty((mask.shape[0], torch.sym_max((nodes + 31) // 32, 1)), dtype=torch.int32)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pagedtree import _C
-from pagedtree._arguments import checked
+from pagedtree._arguments import checked, refusal
 from pagedtree.tree import MAX_NODES, DraftTree
 
 __all__ = ["choose_tree", "expected_tokens"]
@@ -48,15 +48,15 @@ def choose_tree(
     """
     levels = _levels(acceptance, min(max_depth, MAX_NODES))
     if not callable(step_cost):
-        raise TypeError(f"step_cost: expected a function of the number of nodes, got {type(step_cost).__name__}")
+        raise refusal("step_cost", "a function of the number of nodes", type(step_cost).__name__, TypeError)
     if not 1 <= max_nodes <= MAX_NODES:
-        raise ValueError(f"max_nodes: expected 1 to {MAX_NODES}, got {max_nodes}")
+        raise refusal("max_nodes", f"1 to {MAX_NODES}", max_nodes)
     if not 0 <= level_cost < np.inf:
-        raise ValueError(f"level_cost: expected a finite number of at least 0, got {level_cost}")
+        raise refusal("level_cost", "a finite number of at least 0", level_cost)
     costs = np.array([step_cost(size) for size in range(1, max_nodes + 1)], dtype=np.float64)
     if not (np.isfinite(costs) & (costs > 0)).all():
         size = int(np.argmin(np.isfinite(costs) & (costs > 0))) + 1
-        raise ValueError(f"step_cost: expected a positive, finite number, got {costs[size - 1]} for {size} nodes")
+        raise refusal("step_cost", "a positive, finite number", f"{costs[size - 1]} for {size} nodes")
     bound = max(max_nodes - 1, 1)  # levels, and children of a node
     levels = np.ascontiguousarray(levels[:bound, :bound])
     return DraftTree(_C.best_tree(levels, np.maximum.accumulate(costs), level_cost))
@@ -87,18 +87,17 @@ def expected_tokens(tree: DraftTree, acceptance: Sequence[float] | Sequence[Sequ
 
 def _levels(acceptance: Sequence[float] | Sequence[Sequence[float]] | np.ndarray, max_depth: int) -> np.ndarray:
     if max_depth < 1:
-        raise ValueError(f"max_depth: expected at least 1, got {max_depth}")
+        raise refusal("max_depth", "at least 1", max_depth)
     try:
         if isinstance(acceptance, (str, bytes)):
             raise TypeError
         levels = np.asarray(acceptance, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        message = f"acceptance: expected probabilities [R] or [D, R], got {acceptance!r:.80}"
-        raise type(error)(message) from None
+        raise refusal("acceptance", "probabilities [R] or [D, R]", f"{acceptance!r:.80}", type(error)) from None
     if levels.ndim == 1:
         levels = np.tile(levels, (max_depth, 1))
     if levels.ndim != 2 or 0 in levels.shape:
-        raise ValueError(f"acceptance: expected probabilities [R] or [D, R], got shape {list(levels.shape)}")
+        raise refusal("acceptance", "probabilities [R] or [D, R]", f"shape {list(levels.shape)}")
     if not ((levels >= 0) & (levels <= 1)).all() or (levels.sum(axis=1) > 1 + 1e-6).any():
-        raise ValueError(f"acceptance: expected probabilities that sum to at most 1 per row, got {levels.tolist()}")
+        raise refusal("acceptance", "probabilities that sum to at most 1 per row", levels.tolist())
     return levels[:max_depth]

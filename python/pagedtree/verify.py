@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pagedtree._arguments import expect_type
+from pagedtree._arguments import expect_type, refusal
 from pagedtree._ops import call, ops, register_fake
 from pagedtree.drafting import Draft
 from pagedtree.options import RequestOptions, option_arguments
@@ -351,7 +351,7 @@ def verify_typical(
     options = {"grammar_mask": grammar_mask, "draft_to_target": draft_to_target, "tokens_left": tokens_left}
     for name, value in (("epsilon", epsilon), ("delta", delta)):
         if isinstance(value, bool) or not isinstance(value, Real):
-            raise TypeError(f"{name}: expected a number, got {value!r}")
+            raise refusal(name, "a number", repr(value), TypeError)
     bounds = {"epsilon": float(epsilon), "delta": float(delta)}
     return _verify("typical", logits, draft_tokens, trees, params, **bounds, **options)
 
@@ -404,10 +404,10 @@ def _verify(
         parts = {name: getattr(draft, name) for name in ("draft_probs", "draft_rows") if name in given}
         for name, value in [("trees", trees), *((name, given[name]) for name in parts)]:
             if value is not None:
-                raise ValueError(f"{op}: `{name}` must be None with a Draft, which has it, got {type(value).__name__}")
+                raise refusal(name, "None with a Draft, which has it", type(value).__name__)
         draft, trees, given = draft.draft_tokens, draft.trees, given | parts
     elif trees is None:
-        raise TypeError(f"{op}: `draft_tokens` must be a Draft without `trees`, got {type(draft).__name__}")
+        raise refusal("draft_tokens", "a Draft without trees", type(draft).__name__, TypeError)
     expect_type("trees", trees, TreeBatch)
     if has_params:
         expect_type("params", params, SamplingParams)
@@ -416,19 +416,19 @@ def _verify(
 
         return verify_shards(rule, shards, rows, draft, trees, params, **given)
     if given.pop("max_children", None) is not None:
-        raise ValueError(f"{op}: `max_children` must be None without shards, got an integer")
+        raise refusal("max_children", "None without shards", "an integer")
     sampling: tuple[Any, ...] = ()
     if params is not None:
         sampling = params.on(rows.device)
         if rule == "typical":
-            params.expect_no_penalty(op)
+            params.expect_no_penalty()
         else:
             options = option_arguments(params, given.pop("options"), rows.device)
             given |= {"parents": trees.parents, **options}
     draft_params = given.pop("draft_params", None)
     if draft_params is not None:
         expect_type("draft_params", draft_params, SamplingParams)
-        draft_params.expect_no_penalty(op, "draft_params")
+        draft_params.expect_no_penalty("draft_params")
         names = ("temperature", "top_k", "top_p", "min_p", "filter_order")
         values = zip(names, draft_params.on(rows.device), strict=True)
         given |= {f"draft_{name}": value for name, value in values}

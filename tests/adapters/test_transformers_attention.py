@@ -148,7 +148,7 @@ def test_explicit_masks():
         for form in (mask, additive, torch.where(mask, 0.0, -torch.inf), torch.where(mask, 0.0, -10000.0)):
             torch.testing.assert_close(ours(input_ids, attention_mask=form).logits, expected, rtol=1e-4, atol=1e-4)
     with (
-        pytest.raises(ValueError, match=r"attention_mask. must be bool, or 0 and at most -10000, got a bias"),
+        pytest.raises(ValueError, match=r"attention_mask: expected bool, or 0 and at most -10000, got a bias"),
         torch.no_grad(),
     ):
         ours(input_ids, attention_mask=torch.rand(3, 1, 21, 21))
@@ -192,7 +192,7 @@ class Layer(torch.nn.Module):
         ({"output_attentions": True}, "attention weights cannot be returned"),
         ({"position_bias": torch.zeros(1)}, "position bias"),
         ({"cache": object()}, "continuous batching is not supported"),
-        ({"mask": torch.ones(1, 4)}, r"`attention_mask` must be \[B, 1, T, S\], got \[1, 4\]"),
+        ({"mask": torch.ones(1, 4)}, r"attention_mask: expected \[B, 1, T, S\], got \[1, 4\]"),
     ],
 )
 def test_refuses_features_that_the_op_lacks(change, message):

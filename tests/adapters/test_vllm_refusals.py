@@ -48,7 +48,7 @@ def config_of(**model):
         (
             {"has_inner_state": True},
             "cpu",
-            r"model \(recurrent layers, whose states follow no trees here\) = False, got",
+            r"model \(recurrent layers, whose states follow no trees here\): expected False, got",
         ),
         ({"use_mla": True}, "cuda", "latent attention on a GPU"),
     ],
@@ -66,5 +66,5 @@ def test_models_are_refused(options, device, message):
 def test_workers_of_vllm_are_refused(worker):
     config = config_of()
     config.parallel_config.worker_cls = worker
-    with pytest.raises(ValueError, match=rf"expected worker_cls = pagedtree\..*TreeCPUWorker\), got {worker}"):
+    with pytest.raises(ValueError, match=rf"worker_cls: expected pagedtree\..*TreeCPUWorker\), got {worker}"):
         check_config(config)

@@ -61,7 +61,7 @@ def test_engines_of_one_process_keep_their_own_rules():
 def test_refuses_unsupported_request_fields_by_name(name):
     params = SamplingParams()
     setattr(params, name, [3] if name.endswith("ids") else 3)
-    with pytest.raises(ValueError, match=f"draft trees: {name} is not supported"):
+    with pytest.raises(ValueError, match=f"draft trees: {name}: expected None"):
         check_request(params)
 
 
@@ -117,7 +117,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ),
     # One runner's method does not run on the other.
     *(
-        (f"{METHOD_OF}{runner} = {right}, got {wrong}", {**speculating(method=wrong), "env": {USES_V2: value}})
+        (f"{METHOD_OF}{runner}: expected {right}, got {wrong}", {**speculating(method=wrong), "env": {USES_V2: value}})
         for runner, value, right, wrong in (
             ("V2", "1", "ngram_gpu", "custom_class"),
             ("V1", "0", "custom_class", "ngram_gpu"),

@@ -453,7 +453,7 @@ def test_bad_models(model):
         (LlamaForSequenceClassification(model.config), "with its output layer, got LlamaForSequenceClassification"),
         (tiny(0).double(), r"float16 or bfloat16, got torch\.float64"),
     ):
-        with pytest.raises((TypeError, ValueError), match=f"^model: expected .*{message}"):
+        with pytest.raises((TypeError, ValueError), match=f"^generate: model: expected .*{message}"):
             generate(other, [[1]], max_new_tokens=4)
 
 

@@ -77,7 +77,7 @@ def projected_by(make):
 REFUSED = [
     (
         lambda: tiny_latent(num_hidden_layers=1, kv_lora_rank=256),
-        "kv_lora_rank 512 and qk_rope_head_dim 64, as transformers 5.23 writes it, got DeepseekV3Attention of"
+        "kv_lora_rank 512 and qk_rope_head_dim 64, as in transformers, got DeepseekV3Attention of"
         " kv_lora_rank 256 and qk_rope_head_dim 64",
     ),
     (
@@ -90,7 +90,7 @@ REFUSED = [
     ),
     (
         projected_by(lambda own: Quantised(512, 896, bias=False)),
-        "kv_b_proj that is a torch.nn.Linear .*, neither quantised .* got Quantised of torch.float32 on cpu",
+        "kv_b_proj that is a torch.nn.Linear .*, not quantised, .* got Quantised of torch.float32 on cpu",
     ),
     (projected_by(lambda own: own.to(torch.float8_e4m3fn)), "got Linear of torch.float8_e4m3fn"),
     (projected_by(lambda own: own.to("meta")), "all layers on one device, got cpu, meta"),

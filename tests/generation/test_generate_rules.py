@@ -164,7 +164,7 @@ def test_custom_drafter_in_fixed_steps(toy, toy_distribution):
         generated(toy, Uniform(), [PROMPT], 2)
     Uniform.draft_law, propose = "swor", Uniform.propose
     Uniform.propose = lambda self, tokens, lengths: (*propose(self, tokens, lengths)[:2], None)
-    with pytest.raises(ValueError, match=r"`draft_probs` must be a Tensor, the .* that the drafts were drawn from"):
+    with pytest.raises(ValueError, match=r"draft_probs: expected a Tensor, the .* that the drafts were drawn from"):
         generated(toy, Uniform(), [PROMPT], 3, params=SAMPLING, rule="rejection")
 
 

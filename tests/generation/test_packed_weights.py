@@ -285,7 +285,7 @@ def test_there_are_no_gradients():
 @pytest.mark.parametrize("x", [torch.randn(3, 19), torch.randn(3, 20).bfloat16(), torch.tensor(1.0)])
 def test_inputs_that_do_not_fit(x):
     layer = layer_of(torch.float32)
-    with packed_weights(layer), pytest.raises(RuntimeError, match=r"expected input of torch.float32 and 20 columns"):
+    with packed_weights(layer), pytest.raises(RuntimeError, match=r"input: expected torch\.float32 and 20 columns"):
         layer(x)
 
 

@@ -54,11 +54,11 @@ def test_pages_are_held_as_a_plain_model_says(page_size, actions):
 
 
 def test_bad_arguments():
-    with pytest.raises(ValueError, match="expected num_pages and page_size >= 1, got 0 and 4"):
+    with pytest.raises(ValueError, match="num_pages, page_size: expected at least 1, got 0 and 4"):
         PagedCache(0, 4, CPU)
     cache = PagedCache(4, 4, CPU)
     cache.reserve(0, 8)
-    with pytest.raises(ValueError, match=r"fork: expected whole pages .* got 6 tokens"):
+    with pytest.raises(ValueError, match=r"fork: num_tokens: expected whole pages, .* got 6"):
         cache.fork(0, 1, 6)
 
 

@@ -167,7 +167,7 @@ def test_calls_are_right_and_could_be_captured(recorded: Recorded, device: Devic
     assert len(calls) > 500 and wrong_calls(calls) == []
     # A GPU refuses only fp32 recurrent layers.
     assert all(
-        re.search("must be of dtype torch.float16 or torch.bfloat16.*got torch.float32$", error)
+        re.search("expected dtype torch.float16 or torch.bfloat16.*got torch.float32$", error)
         for error in recorded.errors[str(device.capability)]
     )
 

@@ -117,7 +117,7 @@ def test_order_of_execution(order: str, monkeypatch: pytest.MonkeyPatch) -> None
 def test_unknown_order_is_refused(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEDTREE_SIMT_ORDER", order)
     cache, rows = torch.zeros((2, 3, 4, 2, 8)), torch.randn((5, 2, 8))
-    with use_backend("simt"), pytest.raises(RuntimeError, match="PAGEDTREE_SIMT_ORDER must be forward, reverse"):
+    with use_backend("simt"), pytest.raises(RuntimeError, match="PAGEDTREE_SIMT_ORDER: expected forward, reverse"):
         append_kv(rows, rows, cache[0], cache[1], torch.arange(5))
     assert not cache.any()
 

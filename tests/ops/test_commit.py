@@ -15,7 +15,7 @@ def test_two_sequences_have_two_histories(value_checks, device) -> None:
     arguments = commit_arguments(device)
     arguments["verdict"] = Verdict(*(torch.cat([part, part]) for part in arguments["verdict"]))
     arguments |= {"trees": batch_of([[-1, 0, 0]] * 2, device), "start": int32([4, 4], device)}
-    with pytest.raises(ValueError, match="`history_rows` must be another row for each sequence, got 0 twice"):
+    with pytest.raises(ValueError, match="history_rows: expected another row for each sequence, got 0 twice"):
         commit(**arguments, history_rows=int32([0, 0], device))
     commit(**arguments, history_rows=int32([-1, -1], device))
     assert arguments["history_lens"].tolist() == [3]

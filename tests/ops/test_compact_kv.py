@@ -41,7 +41,7 @@ def test_compact_kv_many_tensors(compact, backend, device, monkeypatch: pytest.M
 def test_a_path_is_moved_once(compact, value_checks, device) -> None:
     arguments = compact_arguments(device)
     assert compact(**arguments).tolist() == [3, 3]
-    with pytest.raises(ValueError, match=r"`start\[0\]` must be that of a path that has not been moved yet, got 0"):
+    with pytest.raises(ValueError, match=r"start\[0\]: expected that of a path that has not been moved yet, got 0"):
         compact(**arguments)
 
 
@@ -91,7 +91,7 @@ def test_prepared_caches_follow_their_tensors(device) -> None:
     data, size = [cache.clone() for cache in caches], caches[0].untyped_storage().nbytes()
     for cache in caches:
         cache.untyped_storage().resize_(0)
-    with torch.inference_mode(), pytest.raises(ValueError, match=r"`caches\[0\]` must be a tensor with memory"):
+    with torch.inference_mode(), pytest.raises(ValueError, match=r"caches\[0\]: expected a tensor with memory"):
         compact(**arguments)
     blocks = [torch.zeros_like(cache) for cache in data * 4]  # reuse the freed memory
     for cache, old in zip(caches, data, strict=True):
@@ -103,7 +103,7 @@ def test_prepared_caches_follow_their_tensors(device) -> None:
     caches[0].data = payload((4, 2, 2, 6), torch.float32, 8, device)[..., ::2]
     assert agree(compact, [])
     caches[1].resize_(3, 2, 3)
-    with torch.inference_mode(), pytest.raises(ValueError, match=r"`caches\[1\]` must be of shape \[4, 2, \.\.\.\]"):
+    with torch.inference_mode(), pytest.raises(ValueError, match=r"caches\[1\]: expected shape \[4, 2, \.\.\.\]"):
         compact(**arguments)
     caches[1].resize_(4, 2, 3)
     twin = copy.deepcopy(compact)
@@ -119,11 +119,11 @@ def test_prepared_caches_refuse(device) -> None:
     for wrong in (caches[0], [1, 2], [None]):
         with pytest.raises(TypeError, match="caches"):
             PreparedCompaction(wrong)
-    with pytest.raises(ValueError, match=r"compact_kv: `caches\[1\]` must be of shape \[4, 2, \.\.\.\] like caches"):
+    with pytest.raises(ValueError, match=r"compact_kv: caches\[1\]: expected shape \[4, 2, \.\.\.\] like caches"):
         PreparedCompaction([caches[0], caches[0][:2]])
     with torch.inference_mode():
         compact = PreparedCompaction(caches)
-        with pytest.raises(TypeError, match=r"compact_kv: `page_table` must be of type Tensor, got list"):
+        with pytest.raises(TypeError, match=r"compact_kv: page_table: expected type Tensor, got list"):
             compact(**{**arguments, "page_table": [[0, 1]]})
-        with pytest.raises(RuntimeError, match="`caches` must be what its op has prepared, got 1099511627776"):
+        with pytest.raises(RuntimeError, match="caches: expected what its op has prepared, got 1099511627776"):
             ops._compact(*arguments.values(), 2**40)

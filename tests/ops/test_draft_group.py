@@ -256,4 +256,4 @@ def test_sizes_that_do_not_divide_or_differ(ranks):
     for error in ranks.outcomes(wrong_size, 3, [2, 2, 2]):
         assert isinstance(error, ValueError) and "a divisor of the target's 3 ranks, got 2" in str(error)
     for error in ranks.outcomes(wrong_size, 2, [1, 2]):
-        assert isinstance(error, ValueError) and "`size` must be the same" in str(error)
+        assert isinstance(error, ValueError) and "size: expected the same" in str(error)

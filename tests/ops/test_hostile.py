@@ -18,6 +18,7 @@ from torch import Tensor
 
 import pagedtree as pt
 from pagedtree import SamplingParams, distributed
+from pagedtree._arguments import expect_type
 from pagedtree.integrations import flash_attn, flashinfer, sglang
 from pagedtree.testing import backends, use_backend
 
@@ -177,7 +178,7 @@ def test_page_tables_stay_small() -> None:
     assert table.tolist() == [[7, 3]]
     table, _ = flashinfer.page_table(int32([-3, 2], "cpu"), torch.tensor([2**32, 3]), int32([1], "cpu"), 16)
     assert table.tolist() == [[-1, -1]] and table.dtype == torch.int32
-    with pytest.raises(ValueError, match=r"slot_mapping: `cu_seqlens_q` must end with 0\.\.16, .*got 268435456"):
+    with pytest.raises(ValueError, match=r"slot_mapping: cu_seqlens_q: expected an end in 0\.\.16, .*got 268435456"):
         pt.slot_mapping(TABLE, LENS, int32([0, 1, 2**28], "cpu"), 8)
 
 
@@ -303,7 +304,7 @@ def test_roots_of_any_depth(backend: str, shards: distributed.VocabShards, tempe
 @pytest.mark.parametrize("max_children", [-1, 1024, 2**40])
 def test_children_out_of_range(shards: distributed.VocabShards, max_children: int) -> None:
     case = tied_case(40, torch.float32, 3)
-    with pytest.raises(ValueError, match=rf"`max_children` must be in 0\.\.1023, got {max_children}"):
+    with pytest.raises(ValueError, match=rf"max_children: expected 0\.\.1023, got {max_children}"):
         distributed.verify_rejection(
             case.logits, case.drafts, case.trees, SamplingParams(), draft_law="onehot", **case.streams,
             shards=shards, max_children=max_children,
@@ -388,17 +389,24 @@ def test_huge_logits_sample_as_small_ones(backend):
 # ---- messages
 
 MESSAGES: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-    (TypeError, r"^tree_attention: `window` must be of type int, got tuple: \(4, 0\)$",
+    (TypeError, r"^tree_attention: window: expected type int, got tuple: \(4, 0\)$",
      lambda: pt.tree_attention(ROWS, KEYS, KEYS, TABLE, LENS, OFFSETS, window=(4, 0))),
-    (TypeError, r"^tree_attention: `tree_lens` must be of type Optional\[Tensor\], got list: \[7, 4\]$",
+    (TypeError, r"^tree_attention: tree_lens: expected type Optional\[Tensor\], got list: \[7, 4\]$",
      lambda: pt.tree_attention(ROWS, KEYS, KEYS, TABLE, LENS, OFFSETS, tree_lens=[7, 4])),
     (TypeError, r"got list: \[0, 1, 2, .{67}\.\.\.$",  # cut to 80 letters
      lambda: pt.tree_attention(ROWS, KEYS, KEYS, TABLE, LENS, OFFSETS, tree_lens=list(range(100)))),
-    (TypeError, r"^merge_states: `out_a` must be a Tensor, got None$", lambda: pt.merge_states(None, None, None, None)),
-    (ValueError, "verify_greedy: `logits` must be of 2 rows, one for each node of the trees, got 1 rows",
+    (TypeError, r"^merge_states: out_a: expected a Tensor, got None$", lambda: pt.merge_states(None, None, None, None)),
+    (ValueError, "verify_greedy: logits: expected 2 rows, one for each node of the trees, got 1 rows",
      lambda: pt.verify_greedy(torch.zeros(1, 8), SLOTS, TREES)),
-    (TypeError, "acceptance: expected probabilities .*, got 'abc'", lambda: pt.choose_tree("abc", lambda size: 1.0)),
-    (TypeError, "step_cost: expected a function", lambda: pt.choose_tree([0.5], 1.0)),
+    (TypeError, "^choose_tree: acceptance: expected probabilities .*, got 'abc'",
+     lambda: pt.choose_tree("abc", lambda size: 1.0)),
+    (TypeError, "^choose_tree: step_cost: expected a function", lambda: pt.choose_tree([0.5], 1.0)),
+    # A constructor, a class method, and one with the argument behind a public one without it.
+    (ValueError, r"^DraftTree: parents: expected parents\[0\] == -1 \(the root\), got 0$", lambda: pt.DraftTree([0])),
+    (ValueError, r"^DraftTree.from_paths: paths: expected each path once", lambda: pt.DraftTree.from_paths([[0], [0]])),
+    (ValueError, "^verify_typical: params: expected presence_penalty 0, got 1.0$",
+     lambda: pt.verify_typical(torch.zeros(2, 8), SLOTS, TREES, pt.SamplingParams(presence_penalty=1.0))),
+    (TypeError, "^anything: expected a Tensor, got int$", lambda: expect_type("anything", 0, torch.Tensor)),
 ]  # fmt: skip
 
 

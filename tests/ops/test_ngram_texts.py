@@ -103,9 +103,7 @@ def test_rows_that_are_too_long(device: torch.device) -> None:
     history, extra = (torch.empty(0, 2**30, dtype=torch.int64, device=device) for _ in range(2))
     lengths = torch.empty(0, dtype=torch.int32, device=device)
     ngram_propose(history, lengths, max_nodes=2, max_depth=1, extra=extra[:, 1:])
-    with pytest.raises(
-        ValueError, match=r"`history` must be of less than 2\^31 tokens per row, `extra` included, got 2"
-    ):
+    with pytest.raises(ValueError, match=r"history: expected less than 2\^31 tokens per row, extra included, got 2"):
         ngram_propose(history, lengths, max_nodes=2, max_depth=1, extra=extra)
 
 

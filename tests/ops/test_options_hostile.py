@@ -82,11 +82,11 @@ def test_tensors_that_do_not_fit_are_named(device, op):
     for name, value in wrong_tensors(case.options, device):
         is_of_group = value is None or value.dim() == 1
         group_names = next((group for group in GROUPS if is_of_group and name in group), (name,))
-        with pytest.raises(ValueError, match=rf"{op.__name__}: `({'|'.join(group_names)})` must be"):
+        with pytest.raises(ValueError, match=rf"{op.__name__}: ({'|'.join(group_names)}): expected"):
             run(op, case, options=replace(case.options, **{name: value}))
     for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
         for value in (torch.ones(3, device=device), torch.ones(6, device=device).double()):
-            with pytest.raises(ValueError, match=f"{op.__name__}: `{name}` must be of"):
+            with pytest.raises(ValueError, match=f"{op.__name__}: {name}: expected "):
                 run(op, case, params=SamplingParams(**{name: value}))
     for t, copy in zip(case.options.tensors().values(), before, strict=True):
         assert torch.equal(t.view(torch.uint8), copy.view(torch.uint8))
@@ -120,12 +120,12 @@ def test_ops_without_penalties_refuse_them(device, name):
     at["positions"] = at["seeds"]
     for value in (1.5, torch.ones(1, device=device)):
         params = SamplingParams(**{name: value})
-        with pytest.raises(ValueError, match=rf"expand_tree: `params` must have {name} \d"):
+        with pytest.raises(ValueError, match=rf"expand_tree: params: expected {name} \d"):
             expand_tree(state, torch.zeros(2, VOCAB, device=device), num_children=2, law="iid", params=params, **at)
-        with pytest.raises(ValueError, match=rf"verify_typical: `params` must have {name} \d"):
+        with pytest.raises(ValueError, match=rf"verify_typical: params: expected {name} \d"):
             verify_typical(case.logits, case.drafts, case.trees, params)
         for op in OPS[1:]:
-            with pytest.raises(ValueError, match=rf"{op.__name__}: `draft_params` must have {name} \d"):
+            with pytest.raises(ValueError, match=rf"{op.__name__}: draft_params: expected {name} \d"):
                 run(op, case, draft_params=params)
 
 
@@ -151,7 +151,7 @@ def test_value_checks(device, value_checks, op, name, values):
         tensor[1] = tensor[2] + 1
     else:
         tensor[:] = int32(values, device)
-    with pytest.raises(ValueError, match=f"{op.__name__}: `{name}"):
+    with pytest.raises(ValueError, match=f"{op.__name__}: {name}"):
         run(op, case, options=replace(case.options, **{name: tensor}))
 
 

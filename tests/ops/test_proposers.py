@@ -137,7 +137,7 @@ def test_medusa_ranks_with_gaps(backend: str) -> None:
     tree = DraftTree.from_paths([[0], [4], [4, 2]])
     draft = medusa_propose(torch.arange(18.0).reshape(1, 2, 9), tree)
     assert packed_trees(draft)[0] == ([-1, 8, 4, 6], [-1, 0, 0, 2])
-    with pytest.raises(ValueError, match=r"`tree` must have child ranks below 4 \(V\), got 4"):
+    with pytest.raises(ValueError, match=r"tree: expected child ranks below 4 \(V\), got 4"):
         medusa_propose(torch.randn(1, 2, 4), tree)
 
 

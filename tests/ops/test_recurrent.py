@@ -180,5 +180,5 @@ def test_float32_is_for_the_cpu() -> None:
     if torch.float32 == case.PLAIN:
         assert of.run().dtype == torch.float32
     else:
-        with pytest.raises(ValueError, match=r"tree_delta_rule: `q` must be of dtype .*bfloat16, got torch\.float32"):
+        with pytest.raises(ValueError, match=r"tree_delta_rule: q: expected dtype .*bfloat16, got torch\.float32"):
             of.run()

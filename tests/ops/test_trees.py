@@ -278,7 +278,7 @@ def test_narrow_leaves_the_named_trees(backend, device, trees, spare, data) -> N
 def test_narrow_refuses() -> None:
     batch = TreeBatch.from_trees([DraftTree.chain(1)] * 2)
     for start, length in [(-1, 1), (0, 3), (3, 0), (1, -1), (2**62, 2**62)]:
-        with pytest.raises(ValueError, match=f"narrow: expected start and length within 2 trees, got {start} and"):
+        with pytest.raises(ValueError, match=f"start, length: expected a range within 2 trees, got {start} and"):
             batch.narrow(start, length)
     for offsets in ([0, 2, 5], [0, 3, 2], [-1, 2, 4]):
         wrong = TreeBatch(**{**vars(batch), "cu_nodes": int32(offsets, "cpu")})

@@ -107,7 +107,7 @@ def test_block_follows_first_children_only(device, value_checks, monkeypatch):
     logits[:, 1] = 50.0
     drafts = torch.ones(9, dtype=torch.int64, device=device)
     keywords = {"draft_law": "onehot", **streams(2, device)}
-    with pytest.raises(ValueError, match="`trees` must be chains, got a sibling of row 1"):
+    with pytest.raises(ValueError, match="trees: expected chains, got a sibling of row 1"):
         verify_block(logits, drafts, trees, SamplingParams(), **keywords)
     monkeypatch.delenv("PAGEDTREE_CHECK")
     verdict = verify_block(logits, drafts, trees, SamplingParams(), **keywords)
@@ -123,41 +123,41 @@ SAMPLED = ("verify_sampled", *RATIO)
 EVERY = ("verify_greedy", *SAMPLED, *TYPICAL)
 # Ops, argument, change, message. Types and devices: test_calls.py, test_raw_arguments.py.
 REFUSED: list[tuple[tuple[str, ...], tuple[str, ...], Callable[[Any], Any], str]] = [
-    (EVERY, ("logits",), lambda t: t.int(), "`logits` must be of dtype torch.float32 or .*bfloat16, got torch.int32"),
-    (EVERY, ("draft_tokens",), lambda t: t[:2], r"`draft_tokens` must be of shape \[8\] .*, got \[2\]"),
-    (EVERY, ("draft_tokens",), lambda t: t.float(), "`draft_tokens` must be of dtype torch.int32 or torch.int64"),
-    (EVERY, ("trees", "valid"), lambda t: t[:1], r"`valid` must be of shape \[2\] .*, got \[1\]"),
-    (EVERY, ("trees", "first_child"), lambda t: t.long(), "`first_child` must be of dtype torch.int32"),
-    (EVERY, ("trees", "next_sibling"), lambda t: t[:2], r"`next_sibling` must be of shape \[8\]"),
-    (EVERY, ("trees", "max_depth"), lambda _: -1, r"`max_depth` must be in 0..1023, got -1"),
-    (EVERY, ("trees", "max_nodes"), lambda _: 1025, r"`max_nodes` must be in 1..1024, got 1025"),
-    (EVERY, ("grammar_mask",), lambda t: t[:, 1:], r"`grammar_mask` must be of shape \[8, 40\] .*, got \[8, 39\]"),
-    (EVERY, ("grammar_mask",), lambda t: t[:, :1].int(), r"`grammar_mask` must be of shape \[8, 2\] .*, got \[8, 1\]"),
-    (EVERY, ("grammar_mask",), lambda t: t.float(), "`grammar_mask` must be of dtype torch.bool or torch.int32"),
-    (EVERY, ("draft_to_target",), lambda t: t.float(), "`draft_to_target` must be of dtype torch.int32 or .*int64"),
-    ((*SAMPLED, *TYPICAL), ("params", "min_p"), lambda _: torch.zeros(3), r"`min_p` must be of shape \[1\] or \[2\]"),
-    (SAMPLED, ("seeds",), lambda t: t.int(), "`seeds` must be of dtype torch.int64, got torch.int32"),
-    (SAMPLED, ("positions",), lambda t: t[:1], r"`positions` must be of shape \[2\] .*, got \[1\]"),
-    (RATIO, ("draft_law",), lambda _: "topk", "`draft_law` must be"),
-    (RATIO, ("draft_probs",), lambda _: None, "`draft_probs` must be a Tensor, the .*, got None"),
-    (RATIO, ("draft_probs",), lambda t: t.double(), "`draft_probs` must be of dtype torch.float32 or .*bfloat16"),
-    (RATIO, ("draft_probs",), lambda t: t[:, :39], r"`draft_probs` must be of shape \[\*, 40\]"),
-    (RATIO, ("draft_probs",), lambda t: t.t().contiguous().t(), "`draft_probs` must be contiguous in its last"),
-    (RATIO, ("draft_rows",), lambda t: t[1:], r"`draft_rows` must be of shape \[8\]"),
-    (RATIO, ("draft_rows",), lambda t: t.float(), "`draft_rows` must be of dtype torch.int32 or torch.int64"),
-    (RATIO, ("draft_rows",), lambda _: None, r"`draft_probs` must be of shape \[8, 40\]"),
-    (RATIO, ("coins",), lambda _: int32([1] * 8), "`coins` must be of dtype torch.float32, got torch.int32"),
-    (RATIO, ("coins",), lambda _: torch.zeros(9), r"`coins` must be of shape \[8\]"),
-    (RATIO, ("final_coins",), lambda _: torch.zeros(3), r"`final_coins` must be of shape \[2\] .*, got \[3\]"),
-    (RATIO, ("draft_params",), lambda _: SamplingParams(top_k=int32([0] * 3)), r"`draft_top_k` .* \[1\] or \[2\]"),
+    (EVERY, ("logits",), lambda t: t.int(), "logits: expected dtype torch.float32 or .*bfloat16, got torch.int32"),
+    (EVERY, ("draft_tokens",), lambda t: t[:2], r"draft_tokens: expected shape \[8\] .*, got \[2\]"),
+    (EVERY, ("draft_tokens",), lambda t: t.float(), "draft_tokens: expected dtype torch.int32 or torch.int64"),
+    (EVERY, ("trees", "valid"), lambda t: t[:1], r"valid: expected shape \[2\] .*, got \[1\]"),
+    (EVERY, ("trees", "first_child"), lambda t: t.long(), "first_child: expected dtype torch.int32"),
+    (EVERY, ("trees", "next_sibling"), lambda t: t[:2], r"next_sibling: expected shape \[8\]"),
+    (EVERY, ("trees", "max_depth"), lambda _: -1, r"max_depth: expected 0..1023, got -1"),
+    (EVERY, ("trees", "max_nodes"), lambda _: 1025, r"max_nodes: expected 1..1024, got 1025"),
+    (EVERY, ("grammar_mask",), lambda t: t[:, 1:], r"grammar_mask: expected shape \[8, 40\] .*, got \[8, 39\]"),
+    (EVERY, ("grammar_mask",), lambda t: t[:, :1].int(), r"grammar_mask: expected shape \[8, 2\] .*, got \[8, 1\]"),
+    (EVERY, ("grammar_mask",), lambda t: t.float(), "grammar_mask: expected dtype torch.bool or torch.int32"),
+    (EVERY, ("draft_to_target",), lambda t: t.float(), "draft_to_target: expected dtype torch.int32 or .*int64"),
+    ((*SAMPLED, *TYPICAL), ("params", "min_p"), lambda _: torch.zeros(3), r"min_p: expected shape \[1\] or \[2\]"),
+    (SAMPLED, ("seeds",), lambda t: t.int(), "seeds: expected dtype torch.int64, got torch.int32"),
+    (SAMPLED, ("positions",), lambda t: t[:1], r"positions: expected shape \[2\] .*, got \[1\]"),
+    (RATIO, ("draft_law",), lambda _: "topk", "draft_law: expected"),
+    (RATIO, ("draft_probs",), lambda _: None, "draft_probs: expected a Tensor, the .*, got None"),
+    (RATIO, ("draft_probs",), lambda t: t.double(), "draft_probs: expected dtype torch.float32 or .*bfloat16"),
+    (RATIO, ("draft_probs",), lambda t: t[:, :39], r"draft_probs: expected shape \[\*, 40\]"),
+    (RATIO, ("draft_probs",), lambda t: t.t().contiguous().t(), "draft_probs: expected contiguous in its last"),
+    (RATIO, ("draft_rows",), lambda t: t[1:], r"draft_rows: expected shape \[8\]"),
+    (RATIO, ("draft_rows",), lambda t: t.float(), "draft_rows: expected dtype torch.int32 or torch.int64"),
+    (RATIO, ("draft_rows",), lambda _: None, r"draft_probs: expected shape \[8, 40\]"),
+    (RATIO, ("coins",), lambda _: int32([1] * 8), "coins: expected dtype torch.float32, got torch.int32"),
+    (RATIO, ("coins",), lambda _: torch.zeros(9), r"coins: expected shape \[8\]"),
+    (RATIO, ("final_coins",), lambda _: torch.zeros(3), r"final_coins: expected shape \[2\] .*, got \[3\]"),
+    (RATIO, ("draft_params",), lambda _: SamplingParams(top_k=int32([0] * 3)), r"draft_top_k: .* \[1\] or \[2\]"),
     # Probabilities of deterministic drafts would bias the result.
-    (RATIO[:2], ("draft_law",), lambda _: "onehot", "`draft_probs` must be None"),
-    (RATIO[2:], ("draft_law",), lambda _: "onehot", "`draft_law` must be"),
-    (TYPICAL, ("epsilon",), lambda _: -0.1, "`epsilon` must be"),
-    (TYPICAL, ("epsilon",), lambda _: 1.5, "`epsilon` must be"),
-    (TYPICAL, ("epsilon",), lambda _: math.nan, "`epsilon` must be"),
-    (TYPICAL, ("delta",), lambda _: -1.0, "`delta` must be"),
-    (TYPICAL, ("delta",), lambda _: math.inf, "`delta` must be"),
+    (RATIO[:2], ("draft_law",), lambda _: "onehot", "draft_probs: expected None"),
+    (RATIO[2:], ("draft_law",), lambda _: "onehot", "draft_law: expected"),
+    (TYPICAL, ("epsilon",), lambda _: -0.1, "epsilon: expected"),
+    (TYPICAL, ("epsilon",), lambda _: 1.5, "epsilon: expected"),
+    (TYPICAL, ("epsilon",), lambda _: math.nan, "epsilon: expected"),
+    (TYPICAL, ("delta",), lambda _: -1.0, "delta: expected"),
+    (TYPICAL, ("delta",), lambda _: math.inf, "delta: expected"),
 ]
 
 
@@ -185,7 +185,7 @@ def test_draft_and_its_parts(name: str) -> None:
     found = call.function(*positional, **given)
     assert all(map(torch.equal, found, call.results()))
     for key in {"trees", "draft_probs", "draft_rows"} & call.arguments.keys():
-        with pytest.raises(ValueError, match=f"{name}: `{key}` must be None with a Draft"):
+        with pytest.raises(ValueError, match=f"{name}: {key}: expected None with a Draft"):
             call.function(**calls.ops.with_draft(call.arguments), **{key: call.arguments[key]})
 
 
@@ -197,17 +197,17 @@ def test_distributions_of_chosen_drafts(name: str, key: str, value: object) -> N
     call = calls.make(name)
     arguments = {**call.arguments, "draft_law": "onehot", "draft_probs": None, "draft_rows": None, "draft_params": None}
     call.function(**arguments)
-    with pytest.raises(ValueError, match=f"{name}: `{key}` must be None"):
+    with pytest.raises(ValueError, match=f"{name}: {key}: expected None"):
         call.function(**{**arguments, key: value})
 
 
 @pytest.mark.parametrize(
     ("path", "values", "message"),
     [
-        (("trees", "cu_nodes"), [1, 5, 8], r"`cu_nodes\[0\]` must be 0, got 1"),
-        (("trees", "cu_nodes"), [0, 5, 4], "`cu_nodes` must be non-descending"),
-        (("trees", "cu_nodes"), [0, 5, 9], "`cu_nodes` must be at most 8 rows, got 9"),
-        (("draft_rows",), [0, 1, 2, 4, 0, 0, 0, 0], r"`draft_rows\[3\]` must be in 0\.\.3, got 4"),
+        (("trees", "cu_nodes"), [1, 5, 8], r"cu_nodes\[0\]: expected 0, got 1"),
+        (("trees", "cu_nodes"), [0, 5, 4], "cu_nodes: expected non-descending"),
+        (("trees", "cu_nodes"), [0, 5, 9], "cu_nodes: expected at most 8 rows, got 9"),
+        (("draft_rows",), [0, 1, 2, 4, 0, 0, 0, 0], r"draft_rows\[3\]: expected 0\.\.3, got 4"),
     ],
 )
 def test_value_checks(device, value_checks, path, values, message):

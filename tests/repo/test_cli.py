@@ -46,7 +46,7 @@ def test_the_best_isa_is_chosen_unless_one_is_forced(monkeypatch):
         monkeypatch.setenv("PAGEDTREE_CPU_ISA", isa)
         assert _C.active_isa() == isa
     monkeypatch.setenv("PAGEDTREE_CPU_ISA", "sse9")
-    with pytest.raises(RuntimeError, match=r"PAGEDTREE_CPU_ISA must be one of portable.* got sse9"):
+    with pytest.raises(RuntimeError, match=r"PAGEDTREE_CPU_ISA: expected one of portable.* got sse9"):
         _C.active_isa()
     assert "got sse9" in info.collect()["cpu"]["isa"]
 
@@ -59,7 +59,7 @@ def test_info_tells_the_engine(monkeypatch):
     monkeypatch.setenv("PAGEDTREE_ENGINE", "wgmma")
     assert info.collect()["cuda_engine"] == "wgmma (PAGEDTREE_ENGINE=wgmma)"
     monkeypatch.setenv("PAGEDTREE_ENGINE", "tcgen05")
-    assert info.collect()["cuda_engine"] == "error: PAGEDTREE_ENGINE must be auto, mma.sync or wgmma, got tcgen05"
+    assert info.collect()["cuda_engine"] == "error: PAGEDTREE_ENGINE: expected auto, mma.sync or wgmma, got tcgen05"
 
 
 def test_the_native_modules_share_one_backend_library():

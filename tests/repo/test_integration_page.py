@@ -73,7 +73,7 @@ def test_mistakes_are_found(mistake, monkeypatch):
     assert ["wrong", "right"][texts == plain] == alone
     if argument:
         monkeypatch.setenv("PAGEDTREE_CHECK", "1")
-        with pytest.raises(ValueError, match=f"`{argument}"):
+        with pytest.raises(ValueError, match=f": {argument}"):
             run([*SERVER, TEST], *MISTAKES[mistake])
 
 

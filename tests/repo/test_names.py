@@ -1,5 +1,6 @@
 """One word per family of ops finds its files in every layer."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -80,3 +81,12 @@ def test_the_tests_of_a_family_bear_its_word_or_an_ops_name() -> None:
 def test_references_bear_the_words_of_families() -> None:
     names = {Path(path).stem for path in files_of("python/pagedtree/reference")} - {"__init__"}
     assert names <= {*FAMILIES, "options"}  # options apply to every op
+
+
+def test_one_helper_writes_the_errors_of_arguments() -> None:
+    """A raise that writes the form by hand names no function."""
+    texts = {path: text for path, text in files_of("python/pagedtree").items() if path.endswith(".py")}
+    nodes = [(path, node) for path, text in texts.items() for node in ast.walk(ast.parse(text))]
+    raises = [(path, ast.unparse(node)) for path, node in nodes if isinstance(node, ast.Raise)]
+    by_hand = re.compile(r"raise (?!refusal|argument_error).*(: expected |\bmust (be|have)\b.*, got )")
+    assert [(path, text) for path, text in raises if by_hand.match(text)] == []

@@ -176,8 +176,8 @@ def outcome(name: str) -> str:
             options = {"drafter": drafter, "max_new_tokens": NEW_TOKENS, "eos_token_id": []}
             texts[type(drafter).__name__], _ = generate(model, prompts, **options)
     except ValueError as error:
-        if not texts and str(error).startswith(REFUSALS):  # ours, by any drafter
-            return f"refused: {error}"
+        if not texts and (told := str(error).removeprefix("generate: ")).startswith(REFUSALS):  # ours, by any drafter
+            return f"refused: {told}"
         failure = error
     except Exception as error:
         failure = error

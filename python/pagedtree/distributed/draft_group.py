@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pagedtree._arguments import refusal
 from pagedtree.check_draft import as_draft, check_values
 from pagedtree.distributed.group import GroupError
 from pagedtree.distributed.shards import VocabShards
@@ -88,7 +89,7 @@ class DraftGroup:
     ) -> None:
         target = shards._group
         if size < 1 or target.size % size:
-            raise ValueError(f"size: expected a divisor of the target's {target.size} ranks, got {size}")
+            raise refusal("size", f"a divisor of the target's {target.size} ranks", size)
         target.agree("DraftGroup", {"size": size})
         self.shards, self.size, self.device = shards, size, torch.device(device)
         self._members = [*range(target.size)] if target.group is None else dist.get_process_group_ranks(target.group)
@@ -111,9 +112,9 @@ class DraftGroup:
             try:
                 self.drafter = make(draft_ranks)
                 if not callable(getattr(self.drafter, "propose", None)):
-                    raise TypeError(f"make: expected it to return a drafter, got {type(self.drafter).__name__}")
+                    raise refusal("make", "it to return a drafter", type(self.drafter).__name__, TypeError)
                 if getattr(self.drafter, "feature_layers", ()):
-                    raise ValueError("make: expected a drafter without feature_layers, which draft ranks lack")
+                    raise refusal("make", "a drafter without feature_layers, which draft ranks lack")
                 facts = tuple(getattr(self.drafter, name, default) for name, default in FACTS.items())
             except Exception as error:
                 failure = error
@@ -204,10 +205,8 @@ class DraftGroup:
         check_values(draft)
         probs = draft.draft_probs
         if probs is not None and (probs.shape[1] != self.shards.vocab or probs.dtype not in PROBS_DTYPES):
-            raise ValueError(
-                f"drafter: expected draft_probs [M, {self.shards.vocab}] in {', '.join(map(str, PROBS_DTYPES))}, got"
-                f" {probs.dtype} {list(probs.shape)}"
-            )
+            wanted = f"draft_probs [M, {self.shards.vocab}] in {', '.join(map(str, PROBS_DTYPES))}"
+            raise refusal("drafter", wanted, f"{probs.dtype} {list(probs.shape)}")
         return draft
 
     def _share(self, draft: Draft | None, seconds: float, failure: Exception | None) -> Draft:

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pagedtree._arguments import refusal
+
 __all__ = ["Group", "GroupError", "Traffic"]
 
 
@@ -49,9 +51,9 @@ class Group:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if not dist.is_available() or not dist.is_initialized():
-            raise ValueError("group: expected torch.distributed to be initialised (dist.init_process_group)")
+            raise refusal("group", "torch.distributed to be initialised (dist.init_process_group)")
         if dist.get_rank(group) < 0:
-            raise ValueError("group: expected a group that this rank belongs to")
+            raise refusal("group", "a group that this rank belongs to")
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.traffic = Traffic()
@@ -93,11 +95,9 @@ class Group:
             different = [name for name, a, b in zip(names, row, digests, strict=False) if a != b]
             if not different:
                 continue
-            text = f"`{different[0]}`" if different[0] != call else "the call"
-            raise ValueError(
-                f"{call}: {text} must be the same on all ranks of the group, got something else on rank {rank} than on"
-                f" rank {self.rank}"
-            )
+            name = different[0] if different[0] != call else "the call"
+            found = f"something else on rank {rank} than on rank {self.rank}"
+            raise refusal(name, "the same on all ranks of the group", found, function=call)
 
     def _reduce(self, words: Tensor, op: Any, what: str) -> Tensor:
         if words.numel():

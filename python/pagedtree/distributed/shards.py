@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pagedtree._arguments import refusal
 from pagedtree.distributed.group import Group, Traffic
 
 __all__ = ["VocabShards"]
@@ -36,7 +37,7 @@ class VocabShards:
         self, num_tokens: int, *, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
     ) -> None:
         if num_tokens < 0:
-            raise ValueError(f"num_tokens: expected >= 0, got {num_tokens}")
+            raise refusal("num_tokens", ">= 0", num_tokens)
         self._group = Group(group)
         size_tensor = torch.tensor([num_tokens], device=device, dtype=torch.int64)
         sizes = [int(size) for size in self._group.every(size_tensor, "VocabShards").flatten().tolist()]
@@ -46,7 +47,7 @@ class VocabShards:
         self.first_token = list(accumulate(sizes, initial=0))[self.rank]
         self.vocab = sum(sizes)
         if not 1 <= self.vocab <= 2**20:
-            raise ValueError(f"num_tokens: expected 1..2^20 on all ranks together, got {self.vocab}")
+            raise refusal("num_tokens", "1..2^20 on all ranks together", self.vocab)
         self.traffic = Traffic()
 
     @property

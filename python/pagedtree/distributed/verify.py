@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import pagedtree
-from pagedtree._arguments import expect_type
+from pagedtree._arguments import expect_type, refusal
 from pagedtree._ops import call, ops, register_fake
 from pagedtree.distributed.protocol import END_WORDS, LEFT_WORDS, ROW_WORDS, Round, Weigh, num_digits
 from pagedtree.distributed.shards import VocabShards
@@ -77,7 +77,7 @@ def verify_shards(
     """`pagedtree.verify_<rule>` on vocabulary shards."""
     op, probs, max_children = f"verify_{rule}", given.get("draft_probs"), given.get("max_children")
     if draft_params is not None:
-        raise ValueError(f"{op}: `draft_params` must be None with shards, got {type(draft_params).__name__}")
+        raise refusal("draft_params", "None with shards", type(draft_params).__name__)
     if probs is not None:
         expect_type("draft_probs", probs, Tensor)
     paths = {"draft_tokens": draft_tokens, "draft_to_target": draft_to_target}
@@ -87,7 +87,7 @@ def verify_shards(
     if max_children is not None:
         expect_type("max_children", max_children, int)
         if not 0 <= max_children < MAX_NODES:
-            raise ValueError(f"{op}: `max_children` must be in 0..{MAX_NODES - 1}, got {max_children}")
+            raise refusal("max_children", f"0..{MAX_NODES - 1}", max_children)
     rows = _Rows(shards, logits, params or GREEDY, grammar_mask, options, given.get("positions"), trees, **paths)
     if rule != "rejection":
         words = rows.find_winners(given.get("seeds"))
@@ -135,10 +135,7 @@ def _agree(
         if fits:
             raise
     if not fits:
-        raise ValueError(
-            f"{name}: `logits` must be of shape [*, {shards.num_tokens}] on rank {shards.rank}, got"
-            f" {list(logits.shape)}"
-        )
+        raise refusal("logits", f"shape [*, {shards.num_tokens}] on rank {shards.rank}", list(logits.shape))
 
 
 class _Rows:

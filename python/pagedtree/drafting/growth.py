@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedtree._arguments import expect_type
+from pagedtree._arguments import expect_type, refusal
 from pagedtree._ops import call, ops, register_fake
 from pagedtree.drafting.draft import Draft
 from pagedtree.sampling_params import SamplingParams
@@ -118,17 +118,15 @@ def start_draft(root_tokens: Tensor, *, max_kv_nodes: int, active: Tensor | None
     if active is not None:
         expect_type("active", active, Tensor)
     if root_tokens.dtype != torch.int64 or root_tokens.dim() != 1:
-        raise ValueError(
-            f"start_draft: `root_tokens` must be int64 [B], got {root_tokens.dtype} {list(root_tokens.shape)}"
-        )
+        raise refusal("root_tokens", "int64 [B]", f"{root_tokens.dtype} {list(root_tokens.shape)}")
     if isinstance(max_kv_nodes, bool) or not isinstance(max_kv_nodes, int):
-        raise TypeError(f"max_kv_nodes: expected an int, got {type(max_kv_nodes).__name__}")
+        raise refusal("max_kv_nodes", "an int", type(max_kv_nodes).__name__, TypeError)
     if not 1 <= max_kv_nodes <= 1024:
-        raise ValueError(f"start_draft: `max_kv_nodes` must be in 1..1024, got {max_kv_nodes}")
+        raise refusal("max_kv_nodes", "1..1024", max_kv_nodes)
     if active is not None and (active.dtype != torch.bool or active.shape != root_tokens.shape):
-        raise ValueError(f"start_draft: `active` must be bool [B], got {active.dtype} {list(active.shape)}")
+        raise refusal("active", "bool [B]", f"{active.dtype} {list(active.shape)}")
     if active is not None and active.device != root_tokens.device:
-        raise ValueError(f"start_draft: `active` must be on {root_tokens.device}, got {active.device}")
+        raise refusal("active", root_tokens.device, active.device)
     batch = root_tokens.shape[0]
     present = torch.ones_like(root_tokens, dtype=torch.bool) if active is None else active
     mask = torch.zeros((batch, (max_kv_nodes + 31) // 32), dtype=torch.int32, device=root_tokens.device)
@@ -197,18 +195,18 @@ def expand_tree(
     expect_type("state", state, DraftState)
     expect_type("logits", logits, Tensor)
     if state.law not in (None, law):
-        raise ValueError(f"expand_tree: `law` must be {state.law!r} as in the levels before, got {law!r}")
+        raise refusal("law", f"{state.law!r} as in the levels before", repr(law))
     if law in ("iid", "swor", "coupled") and params is None:
-        raise ValueError(f"expand_tree: `params` must be SamplingParams under law {law!r}, got None")
+        raise refusal("params", f"SamplingParams under law {law!r}", "None")
     room = state.max_kv_nodes - state.num_kv
     are_ints = isinstance(num_frontier, int) and isinstance(num_children, int)  # else the op refuses them
     if are_ints and room < num_frontier <= state.num_frontier * num_children:
         expected = f"at most {room} (max_kv_nodes less those fed)"
-        raise ValueError(f"expand_tree: `num_frontier` must be {expected}, got {num_frontier}")
+        raise refusal("num_frontier", expected, num_frontier)
     sampling: tuple[Tensor | str | None, ...] = (None, None, None, None, "top_k_first")
     if params is not None:
         expect_type("params", params, SamplingParams)
-        params.expect_no_penalty("expand_tree")
+        params.expect_no_penalty()
         sampling = params.on(logits.device)
     tokens, parents, scores, kv_index, frontier, mask, draft_probs = call(
         ops.expand_tree,

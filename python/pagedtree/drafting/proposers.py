@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pagedtree._arguments import checked, expect_type
+from pagedtree._arguments import checked, expect_type, refusal
 from pagedtree._ops import call, ops, register_fake
 from pagedtree.drafting.draft import Draft
 from pagedtree.tree import MAX_NODES, DraftTree, TreeBatch, build_trees
@@ -106,17 +106,14 @@ def rejected_predictions(
     num_rows, max_nodes = trees.parents.shape[0], trees.max_nodes
     for name, tensor in (("draft_tokens", draft_tokens), ("predictions", predictions)):
         if tensor.shape != (num_rows,):
-            raise ValueError(f"rejected_predictions: `{name}` must be of shape [{num_rows}], got {list(tensor.shape)}")
+            raise refusal(name, f"shape [{num_rows}]", list(tensor.shape))
     if accept_index.dim() != 2 or accept_index.shape[0] != trees.batch_size:
-        raise ValueError(
-            f"rejected_predictions: `accept_index` must be of shape [{trees.batch_size}, S],"
-            f" got {list(accept_index.shape)}"
-        )
+        raise refusal("accept_index", f"shape [{trees.batch_size}, S]", list(accept_index.shape))
     if not 1 <= context < MAX_NODES:
-        raise ValueError(f"rejected_predictions: `context` must be in 1..{MAX_NODES - 1}, got {context}")
+        raise refusal("context", f"1..{MAX_NODES - 1}", context)
     for name, tensor in (("draft_tokens", draft_tokens), ("predictions", predictions), ("accept_index", accept_index)):
         if tensor.device != trees.device:
-            raise ValueError(f"rejected_predictions: `{name}` must be on {trees.device}, got {tensor.device}")
+            raise refusal(name, trees.device, tensor.device)
     if num_rows == 0:
         return predictions.new_full((trees.batch_size, max_nodes * (context + 2)), -1)
     nodes = torch.arange(max_nodes, device=trees.device, dtype=torch.int64).expand(trees.batch_size, -1)
@@ -160,17 +157,13 @@ def medusa_propose(
     expect_type("head_logits", head_logits, Tensor)
     expect_type("tree", tree, DraftTree)
     if head_logits.dim() != 3:
-        raise ValueError(
-            f"medusa_propose: `head_logits` must be of shape [*, *, *] (B, H, V), got {list(head_logits.shape)}"
-        )
+        raise refusal("head_logits", "shape [*, *, *] (B, H, V)", list(head_logits.shape))
     if tree.max_depth > head_logits.shape[1]:
-        raise ValueError(
-            f"medusa_propose: `tree` must have depth <= {head_logits.shape[1]} (the heads), got {tree.max_depth}"
-        )
+        raise refusal("tree", f"depth <= {head_logits.shape[1]} (the heads)", tree.max_depth)
     parents, depths, child_ranks, num_top = tree._on_device(head_logits.device)
     limit = min(head_logits.shape[-1], MAX_NODES)
     if num_top > limit:
-        raise ValueError(f"medusa_propose: `tree` must have child ranks below {limit} (V), got {num_top - 1}")
+        raise refusal("tree", f"child ranks below {limit} (V)", num_top - 1)
     draft_tokens, all_parents, cu_nodes = call(
         ops.medusa_propose,
         head_logits[:, : tree.max_depth],

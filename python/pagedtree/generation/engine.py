@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import Draft, Verdict
+from pagedtree._arguments import refusal
 from pagedtree.generation.decode_step import DecodeStep, History, KnownTokens, Pass
 from pagedtree.generation.drafters.base import Drafter, FeatureRows, StepResult, roots_only
 from pagedtree.generation.drafters.limits import Question, without_padding
@@ -258,7 +259,7 @@ class Engine:
         for i in sorted(range(len(sequences)), key=lambda i: sequences[i].index):
             sequence, (*tokens, num_tokens, finished, status) = sequences[i], report[i]
             if num_tokens == 0:
-                raise ValueError(f"drafter: expected trees of at least a root, got none for sequence {sequence.index}")
+                raise refusal("drafter", "trees of at least a root", f"none for sequence {sequence.index}")
             self._append(
                 sequence, tokens[:num_tokens], bool(finished), i >= result.num_read, [values[i] for values in logprobs]
             )

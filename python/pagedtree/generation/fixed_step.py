@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pagedtree._arguments import refusal
 from pagedtree.check_draft import as_draft
 from pagedtree.generation.decode_step import DecodeStep
 from pagedtree.generation.drafters import Drafter, NgramDrafter, StepResult
@@ -126,17 +127,13 @@ class FixedStep:
 
 def check_device(device: torch.device) -> None:
     if FixedStep.captures and device.type != "cuda":
-        raise ValueError(f"cuda_graph: expected a model on a CUDA device, got one on {device}")
+        raise refusal("cuda_graph", "a model on a CUDA device", f"one on {device}")
 
 
 def check_drafter(drafter: Drafter) -> None:
     kind = type(drafter.given)
     if not vars(kind).get("is_capturable"):
-        raise ValueError(
-            "cuda_graph: expected a drafter of NoDrafter, NgramDrafter, MedusaDrafter, ModelDrafter, EagleDrafter,"
-            f" MtpDrafter, got {kind.__name__}"
-        )
+        wanted = "a drafter of NoDrafter, NgramDrafter, MedusaDrafter, ModelDrafter, EagleDrafter, MtpDrafter"
+        raise refusal("cuda_graph", wanted, kind.__name__)
     if isinstance(drafter, NgramDrafter) and drafter.remember:
-        raise ValueError(
-            f"cuda_graph: expected NgramDrafter(remember=0), whose text has a fixed size, got {drafter.remember}"
-        )
+        raise refusal("cuda_graph", "NgramDrafter(remember=0), whose text has a fixed size", drafter.remember)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import PreparedCompaction
+from pagedtree._arguments import refusal
 from pagedtree.generation.recurrent_states import RecurrentStates
 
 
@@ -30,7 +31,7 @@ class PagedCache:
         segment: int | None = None,
     ) -> None:
         if page_size < 1 or num_pages < 1:
-            raise ValueError(f"paged cache: expected num_pages and page_size >= 1, got {num_pages} and {page_size}")
+            raise refusal("num_pages, page_size", "at least 1", f"{num_pages} and {page_size}")
         self.num_pages, self.page_size, self.device, self.segment = num_pages, page_size, device, segment
         self.peak_pages = self.pages_taken = 0
         self.states = RecurrentStates(device) if is_recurrent else None
@@ -116,7 +117,7 @@ class PagedCache:
         """Shares the first `num_tokens` tokens of `source` with a new sequence: whole pages, no copy. Recurrent states
         are copied from the ones kept after these tokens (`RecurrentStates.keep_prefix`)."""
         if num_tokens % self.page_size or self._tables.get(sequence):
-            raise ValueError(f"fork: expected whole pages and a sequence without pages, got {num_tokens} tokens")
+            raise refusal("num_tokens", "whole pages, for a sequence without pages", num_tokens)
         pages = self._tables[source][: num_tokens // self.page_size]
         for page in pages:
             self._holders[page] += 1
@@ -141,11 +142,9 @@ class PagedCache:
         try:
             return states.new_empty(shape)
         except RuntimeError as error:  # includes torch.OutOfMemoryError; the CPU raises a plain RuntimeError
-            size = math.prod(shape) * states.element_size() / 2**30
-            raise torch.OutOfMemoryError(
-                f"num_pages, page_size: expected a cache that fits in memory, got {self.num_pages} pages of"
-                f" {self.page_size} tokens, {size:.1f} GiB for the keys or values of a layer"
-            ) from error
+            wanted, size = "a cache that fits in memory", math.prod(shape) * states.element_size() / 2**30
+            found = f"{self.num_pages} pages of {self.page_size} tokens, {size:.1f} GiB for a layer's keys or values"
+            raise refusal("num_pages, page_size", wanted, found, torch.OutOfMemoryError) from error
 
     def _grown(self, cache: Tensor) -> Tensor:
         grown = cache.new_empty((self.num_pages, *cache.shape[1:]))

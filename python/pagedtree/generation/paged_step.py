@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import PreparedAttention, append_kv, attention_plan, merge_states, tree_attention
+from pagedtree._arguments import refusal
 from pagedtree.generation.paged_cache import PagedCache
 from pagedtree.generation.recurrent_step import RecurrentStep
 
@@ -76,7 +77,7 @@ class PagedStep:
         layer runs twice: the second run would overwrite the first.
         """
         if layer in self.layers_run:
-            raise ValueError(f"model: expected each layer to run once in a pass, got layer_idx {layer} again")
+            raise refusal("model", "each layer to run once in a pass", f"layer_idx {layer} again")
         self.layers_run.add(layer)
         k_cache, own_v_cache = self.cache.layer(layer, k, v)
         append_kv(k, v, k_cache, own_v_cache, self.slots)

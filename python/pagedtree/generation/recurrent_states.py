@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pagedtree._arguments import refusal
+
 
 class RecurrentStates:
     """The states of every recurrent layer; a sequence, identified by an int, holds one per layer.
@@ -68,7 +70,7 @@ class RecurrentStates:
     def _take(self) -> int:
         if not self._free:
             if self._is_full:
-                raise RuntimeError(f"recurrent states: expected at most {self.num_states} to be taken, got one more")
+                raise refusal("recurrent states", f"at most {self.num_states} to be taken", "one more", RuntimeError)
             self._grow(max(self.num_states, 1))
         index = self._free.pop()
         for states in self._tensors.values():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import TreeBatch, advance_conv, advance_state, tree_conv1d, tree_delta_rule
+from pagedtree._arguments import refusal
 from pagedtree.generation.recurrent_states import RecurrentStates
 
 
@@ -71,7 +72,7 @@ class RecurrentStep:
         """Applies the short convolution of layer `layer`: x [T, C], weight [C, W], bias [C] or None -> [T, C]. Raises
         ValueError if a layer runs twice: it has one state."""
         if layer in self.layers_run:
-            raise ValueError(f"model: expected each recurrent layer to run once in a pass, got layer_idx {layer} again")
+            raise refusal("model", "each recurrent layer to run once in a pass", f"layer_idx {layer} again")
         self.layers_run.add(layer)
         name = (layer, "conv")
         state = self.states.tensor(name, (x.shape[1], weight.shape[1] - 1), x.dtype)

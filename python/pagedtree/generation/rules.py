@@ -11,6 +11,7 @@ from torch import Tensor
 
 import pagedtree
 from pagedtree import Draft, RequestOptions, SamplingParams, Verdict, verify
+from pagedtree._arguments import argument_error, refusal
 from pagedtree.bits import unpacked
 from pagedtree.generation.scheduler import GeneratedSequence
 
@@ -40,33 +41,29 @@ def check_rule(
 ) -> str:
     """Returns `rule` with "auto" resolved. Raises ValueError for invalid combinations."""
     if rule not in RULES:
-        raise ValueError(f"rule: expected one of {', '.join(RULES)}, got {rule!r}")
+        raise refusal("rule", f"one of {', '.join(RULES)}", repr(rule))
     if draft_law not in DRAFT_LAWS:
-        raise ValueError(f"drafter: expected a draft_law of {', '.join(DRAFT_LAWS)}, got {draft_law!r}")
+        raise refusal("drafter", f"a draft_law of {', '.join(DRAFT_LAWS)}", repr(draft_law))
     if rule == "auto":
         rule = "greedy" if params is None else "sampled"
     if (rule == "greedy") != (params is None):
-        raise ValueError(
-            f'rule: expected params for every rule but "greedy" and none for "greedy", got {rule!r} with {params}'
-        )
+        raise refusal("rule", 'params for every rule but "greedy" and none for "greedy"', f"{rule!r} with {params}")
     if is_sharded and rule not in _SHARDED:
-        raise ValueError(f"rule: expected one of {', '.join(_SHARDED)} with shards, got {rule!r}")
+        raise refusal("rule", f"one of {', '.join(_SHARDED)} with shards", repr(rule))
     if rule == "block" and not is_chain:
-        raise ValueError('rule: "block" verifies chains, got a drafter whose trees branch (is_chain is False)')
+        raise argument_error("rule", '"block" verifies chains, got a drafter whose trees branch (is_chain is False)')
     if rule == "traversal" and draft_law not in DRAWN:
-        raise ValueError(
-            'rule: "traversal" weighs drafts that were drawn (draft_law "iid" or "swor"), got a drafter of draft_law'
-            f' {draft_law!r}; "rejection" accepts as many of those'
-        )
+        text = '"traversal" weighs drafts that were drawn (draft_law "iid" or "swor"), got a drafter of draft_law'
+        raise argument_error("rule", f'{text} {draft_law!r}; "rejection" accepts as many of those')
     if draft_law == "coupled" and rule != "sampled":
-        raise ValueError(f'rule: drafts coupled to the noise of "sampled" are of use to that rule alone, got {rule!r}')
+        raise argument_error("rule", f'drafts coupled to the noise of "sampled" are of use to that alone, got {rule!r}')
     return rule
 
 
 def check_options(rule: str, params: SamplingParams | None, origin: str = "") -> tuple[str, SamplingParams | None]:
     """Returns the rule and params that support request options. Raises ValueError, ending with `origin`, if none do."""
     if rule == "typical":
-        raise ValueError(f'rule: "typical" takes no options, penalties or min_new_tokens; the other rules do{origin}')
+        raise argument_error("rule", f'"typical" takes no options, penalties or min_new_tokens; the others do{origin}')
     return ("sampled", SamplingParams(temperature=0.0)) if params is None else (rule, params)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass, field
 
+from pagedtree._arguments import refusal
 from pagedtree.generation.paged_cache import PagedCache
 
 
@@ -84,10 +85,9 @@ class Scheduler:
         for sequence in [*self._running.values(), *self.waiting]:
             num_pages = self.cache.pages_for(sequence.max_length - 2 + max_nodes)
             if num_pages > self.cache.num_pages:
-                raise ValueError(
-                    f"num_pages: expected at least {num_pages} pages of {self.cache.page_size} tokens for prompt"
-                    f" {sequence.group}, its max_new_tokens and a tree of {max_nodes} nodes, got {self.cache.num_pages}"
-                )
+                pages = f"at least {num_pages} pages of {self.cache.page_size} tokens for prompt {sequence.group}"
+                wanted = f"{pages}, its max_new_tokens and a tree of {max_nodes} nodes"
+                raise refusal("num_pages", wanted, self.cache.num_pages)
 
     def schedule(self, max_nodes: int) -> Batch:
         """Returns the next pass; every sequence in it holds pages for a tree of `max_nodes` nodes."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from pagedtree._arguments import refusal
+
 # Extra tokens decoded before a possible stop string: some decode to nothing or merge with the next.
 CONTEXT = 8
 
@@ -19,11 +21,9 @@ class StopStrings:
         several: Any = [strings] if isinstance(strings, str) else strings
         self.strings: list[str] = list(several) if isinstance(several, Iterable) else [several]
         if not all(isinstance(string, str) and string for string in self.strings):
-            raise ValueError(f"stop_strings: expected texts that are not empty, got {strings!r}")
+            raise refusal("stop_strings", "texts that are not empty", repr(strings))
         if not callable(getattr(tokenizer, "decode", None)):
-            raise ValueError(
-                f"tokenizer: expected the model's tokenizer with stop_strings, got {type(tokenizer).__name__}"
-            )
+            raise refusal("tokenizer", "the model's tokenizer with stop_strings", type(tokenizer).__name__)
         self.tokenizer = tokenizer
         # Each token of a stop string has at least one of its bytes.
         self.window = max((len(string.encode()) for string in self.strings), default=0) + CONTEXT

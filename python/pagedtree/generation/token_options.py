@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from pagedtree import SamplingParams
+from pagedtree._arguments import argument_error, refusal
 from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.options import OptionRows
 
@@ -67,7 +68,7 @@ def option_rows(
         lens = [len(s.tokens) for s in sequences]
         return OptionRows(vocab, lists, lens, has_counts=bool(penalties), device=device)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"options: {error}") from None
+        raise argument_error("options", error, type(error)) from None
 
 
 def _forbidden_first(options: TokenOptions, stop_ids: Sequence[int], least: int) -> tuple[list[int], int]:
@@ -77,8 +78,6 @@ def _forbidden_first(options: TokenOptions, stop_ids: Sequence[int], least: int)
     if not first:
         return list(stop_ids), least
     if least > 1 and set(first) != set(stop_ids):
-        raise ValueError(
-            "begin_suppress_tokens: expected none with min_new_tokens above 1, which forbids other tokens for longer,"
-            f" got {first}"
-        )
+        wanted = "none with min_new_tokens above 1, which forbids other tokens for longer"
+        raise refusal("begin_suppress_tokens", wanted, first)
     return sorted({*first, *(stop_ids if least else ())}), max(least, 1)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedtree._arguments import expect_shape, expect_type
+from pagedtree._arguments import expect_shape, expect_type, refusal
 from pagedtree.grammars.matcher import Array, GrammarMatcher, allow_only, linked_tree
 from pagedtree.tree import TreeBatch
 
@@ -55,10 +55,8 @@ class GrammarFill:
         if out is not None:
             expect_type("out", out, Tensor)
             if out.shape != self._mask.shape or out.dtype != torch.int32 or out.device != self._device:
-                raise ValueError(
-                    f"out: expected int32 {list(self._mask.shape)} on {self._device}, got {out.dtype}"
-                    f" {list(out.shape)} on {out.device}"
-                )
+                wanted = f"int32 {list(self._mask.shape)} on {self._device}"
+                raise refusal("out", wanted, f"{out.dtype} {list(out.shape)} on {out.device}")
         if self._result is None:
             before = time.perf_counter()
             self._settle()
@@ -109,9 +107,9 @@ class GrammarMasks:
             if name == "threads" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name}: expected an integer, got {value!r:.40}")
+                raise refusal(name, "an integer", f"{value!r:.40}", TypeError)
             if not 1 <= value <= top:
-                raise ValueError(f"{name}: expected 1..{top}, got {value}")
+                raise refusal(name, f"1..{top}", value)
         self.matchers = matchers
         self.vocab_size = vocab_size
         self._device = None if device is None else torch.device(device)
@@ -160,7 +158,7 @@ class GrammarMasks:
         rows = trees.parents.shape[0]
         _expect_ids("draft_tokens", draft_tokens, [rows])
         if len(self._matchers) != trees.batch_size:
-            raise ValueError(f"matchers: expected {trees.batch_size}, one per tree or None, got {len(self._matchers)}")
+            raise refusal("matchers", f"{trees.batch_size}, one per tree or None", len(self._matchers))
         if draft_to_target is not None:
             expect_type("draft_to_target", draft_to_target, Tensor)
             _expect_ids("draft_to_target", draft_to_target, [draft_to_target.numel()])
@@ -199,7 +197,7 @@ class GrammarMasks:
             nodes, links, offsets = (tensor.numpy() for tensor in host)
             ends = offsets.tolist()
             if ends[0] != 0 or ends[-1] > rows or any(a > b for a, b in pairwise(ends)):
-                raise ValueError(f"cu_nodes: expected offsets that ascend from 0 to at most {rows}")
+                raise refusal("cu_nodes", f"offsets that ascend from 0 to at most {rows}")
             filled[ends[-1] :] = -1
             _clear_from(filled[ends[-1] :], vocab)
             return [
@@ -257,7 +255,7 @@ class GrammarMasks:
             if strict and not allowed[b]:
                 for other, count in moved:
                     other.rollback(count)
-                raise ValueError(f"tokens: expected what the grammars allow, got {token} as tokens[{b}][{steps}]")
+                raise refusal("tokens", "what the grammars allow", f"{token} as tokens[{b}][{steps}]")
         return allowed
 
     def is_terminated(self) -> list[bool]:
@@ -309,29 +307,29 @@ def _fill_one(
 
 def _check_matchers(matchers: Sequence[GrammarMatcher | None]) -> None:
     if isinstance(matchers, (str, bytes)) or not isinstance(matchers, Sequence):
-        raise TypeError(f"matchers: expected a sequence of matchers or None, got {type(matchers).__name__}")
+        raise refusal("matchers", "a sequence of matchers or None", type(matchers).__name__, TypeError)
     ids: set[int] = set()
     for b, matcher in enumerate(matchers):
         if matcher is None:
             continue
         if not isinstance(matcher, GrammarMatcher):
-            raise TypeError(f"matchers[{b}]: expected a GrammarMatcher or None, got {type(matcher).__name__}")
+            raise refusal(f"matchers[{b}]", "a GrammarMatcher or None", type(matcher).__name__, TypeError)
         if id(matcher) in ids:
-            raise ValueError(f"matchers[{b}]: expected a matcher of its own for each sequence, got one twice")
+            raise refusal(f"matchers[{b}]", "a matcher of its own for each sequence", "one twice")
         ids.add(id(matcher))
 
 
 def _expect_ids(name: str, tensor: Tensor, shape: list[int]) -> None:
     expect_shape(shape, **{name: tensor})
     if tensor.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{name}: expected int32 or int64, got {tensor.dtype}")
+        raise refusal(name, "int32 or int64", tensor.dtype)
     if tensor.is_meta:
-        raise ValueError(f"{name}: expected a tensor with values, got one on meta")
+        raise refusal(name, "a tensor with values", "one on meta")
 
 
 def _mapped(tokens: Tensor, ids: Tensor) -> Tensor:
     if ids.device != tokens.device:
-        raise ValueError(f"draft_to_target: expected a tensor on {tokens.device}, got one on {ids.device}")
+        raise refusal("draft_to_target", f"a tensor on {tokens.device}", f"one on {ids.device}")
     inside = (tokens >= 0) & (tokens < ids.shape[0])
     padded = torch.cat([ids.long(), ids.new_full((1,), -1, dtype=torch.int64)])
     return padded[torch.where(inside, tokens.long(), ids.shape[0])]
@@ -364,14 +362,12 @@ def _token_lists(
         if isinstance(value, Tensor):
             if value.dim() != dims or value.shape[0] != batch or value.is_floating_point():
                 form = "[B, S]" if dims == 2 else "[B]"
-                raise ValueError(
-                    f"{name}: expected integers {form} with B = {batch}, got {value.dtype} {list(value.shape)}"
-                )
+                raise refusal(name, f"integers {form} with B = {batch}", f"{value.dtype} {list(value.shape)}")
         elif value is not None:
             if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
-                raise TypeError(f"{name}: expected a tensor or a sequence, got {type(value).__name__}")
+                raise refusal(name, "a tensor or a sequence", type(value).__name__, TypeError)
             if len(value) != batch:
-                raise ValueError(f"{name}: expected {batch} entries, one per sequence, got {len(value)}")
+                raise refusal(name, f"{batch} entries, one per sequence", len(value))
     lists = tokens.tolist() if isinstance(tokens, Tensor) else tokens
     limits = counts.tolist() if isinstance(counts, Tensor) else counts
     texts = []
@@ -379,11 +375,11 @@ def _token_lists(
         if isinstance(text, (Tensor, np.ndarray)):
             text = text.tolist()
         if not isinstance(text, Sequence) or not all(isinstance(token, Integral) for token in text):
-            raise TypeError(f"tokens[{b}]: expected integers, got {text!r:.60}")
+            raise refusal(f"tokens[{b}]", "integers", f"{text!r:.60}", TypeError)
         length = next((j for j, token in enumerate(text) if token < 0), len(text))
         if limits is not None:
             if not isinstance(limits[b], Integral):
-                raise TypeError(f"counts[{b}]: expected an integer, got {limits[b]!r:.40}")
+                raise refusal(f"counts[{b}]", "an integer", f"{limits[b]!r:.40}", TypeError)
             length = min(length, max(int(limits[b]), 0))
         texts.append([int(token) for token in text[:length]])
     return texts

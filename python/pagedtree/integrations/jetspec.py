@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pagedtree._arguments import refusal
 from pagedtree.attention import tree_attention
 from pagedtree.kv_cache import compact_kv
 from pagedtree.sampling_params import SamplingParams
@@ -112,7 +113,7 @@ def tree_accept(
     """
     logits = target_logits.flatten(0, -2)
     if len(logits) < tree.num_nodes:
-        raise ValueError(f"target_logits: expected at least {tree.num_nodes} rows, got {len(logits)}")
+        raise refusal("target_logits", f"at least {tree.num_nodes} rows", len(logits))
     logits, trees = logits[-tree.num_nodes :], _tree_of(tree.parent_indices, None)
     if temperature <= 0:
         verdict: Verdict = verify_greedy(logits, tree.token_ids, trees)

@@ -8,7 +8,7 @@ from typing import Any
 import llguidance
 import numpy as np
 
-from pagedtree._arguments import expect_type
+from pagedtree._arguments import expect_type, refusal
 from pagedtree.grammars import DepthFirstMatcher
 
 __all__ = ["LLGuidanceMatcher"]
@@ -33,7 +33,7 @@ class LLGuidanceMatcher(DepthFirstMatcher):
         expect_type("matcher", matcher, llguidance.LLMatcher)
         expect_type("tokenizer", tokenizer, llguidance.LLTokenizer)
         if matcher.is_error():
-            raise ValueError(f"matcher: expected one without error, got {_first_line(matcher)}")
+            raise refusal("matcher", "one without error", _first_line(matcher))
         self.matcher = matcher
         self.vocab_size = tokenizer.vocab_size
         # Releases that know a single one have no list.

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import xgrammar
 
-from pagedtree._arguments import expect_type
+from pagedtree._arguments import expect_type, refusal
 from pagedtree.grammars import TokenTree
 
 __all__ = ["XGrammarMatcher"]
@@ -33,12 +33,12 @@ class XGrammarMatcher:
         """Raises TypeError for other types, ValueError for a vocabulary of another width than the matcher's masks."""
         expect_type("matcher", matcher, xgrammar.GrammarMatcher)
         if isinstance(vocab_size, bool) or not isinstance(vocab_size, int):
-            raise TypeError(f"vocab_size: expected an integer, got {vocab_size!r:.40}")
+            raise refusal("vocab_size", "an integer", f"{vocab_size!r:.40}", TypeError)
         self.matcher = matcher
         self.vocab_size = vocab_size
         self.stop_token_ids: Sequence[int] = list(matcher.stop_token_ids)
         if vocab_size < 1 or not self._masks_have_words(-(-vocab_size // 32)):
-            raise ValueError(f"vocab_size: expected that of the grammar's TokenizerInfo, got {vocab_size}")
+            raise refusal("vocab_size", "that of the grammar's TokenizerInfo", vocab_size)
 
     def fill_tree(self, tree: TokenTree, mask: np.ndarray[Any, Any]) -> None:
         tokens, parents, first_child, next_sibling = tree

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import Commit, Draft, DraftTree, TreeBatch, Verdict, best_first_tree
+from pagedtree._arguments import refusal
 from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
@@ -229,7 +230,7 @@ def as_drafter(drafter: Any) -> Drafter:
     if isinstance(drafter, Drafter):
         return drafter
     if not callable(getattr(drafter, "propose", None)):
-        raise TypeError(f"drafter: expected an object with propose(tokens, lengths), got {type(drafter).__name__}")
+        raise refusal("drafter", "an object with propose(tokens, lengths)", type(drafter).__name__, TypeError)
     return _Adapted(drafter)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import Draft, append_kv, slot_mapping
+from pagedtree._arguments import refusal
 from pagedtree.generation.drafters.base import best_trees
 from pagedtree.generation.drafters.block_model import BlockDraftModel
 from pagedtree.generation.drafters.block_steps import attend_in_parts, selected_trees
@@ -41,9 +42,9 @@ class BlockDrafter(FeatureReader):
         depth = most if depth is None else depth
         for name, value, least in (("num_nodes", num_nodes, 2), ("depth", depth, 1), ("width", width, 1)):
             if value < least:
-                raise ValueError(f"{name}: expected at least {least}, got {value}")
+                raise refusal(name, f"at least {least}", value)
         if depth > most:
-            raise ValueError(f"depth: expected at most {most}, the mask tokens of a block, got {depth}")
+            raise refusal("depth", f"at most {most}, the mask tokens of a block", depth)
         if model.candidate_selector is not None:
             width = min(width, model.candidate_selector.top_k)
         config = model.config

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pagedtree._arguments import refusal
 from pagedtree.generation.drafters import checkpoint
 from pagedtree.generation.drafters.block_config import NUM_LAYERS_READ, BlockDraftConfig
 from pagedtree.generation.drafters.checkpoint_config import ConfigEntries
@@ -124,10 +125,8 @@ class BlockDraftModel(nn.Module):
         self.config = config
         tokens = cast(Tensor, embed.weight)
         if tokens.shape[1] != config.hidden_size or config.mask_token_id >= tokens.shape[0]:
-            raise ValueError(
-                f"embed: expected a weight of [more than mask_token_id {config.mask_token_id}, hidden_size"
-                f" {config.hidden_size}], got {[*tokens.shape]}"
-            )
+            wanted = f"a weight of [more than mask_token_id {config.mask_token_id}, hidden_size {config.hidden_size}]"
+            raise refusal("embed", wanted, [*tokens.shape])
         num_features = len(config.target_layer_ids) * config.hidden_size
         self.fc = nn.Linear(num_features, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -154,12 +153,10 @@ class BlockDraftModel(nn.Module):
         expected, (num_tokens, width) = self.fc.in_features, self.embeddings.shape
         num_features = hidden_size * len(self.config.target_layer_ids)
         if num_features != expected:
-            raise ValueError(f"drafter: expected a target with {expected} features of a token, got {num_features}")
+            raise refusal("drafter", f"a target with {expected} features of a token", num_features)
         if num_tokens < vocab_size or width != self.config.hidden_size:
-            raise ValueError(
-                f"drafter: expected embeddings of the target's {vocab_size} tokens and of hidden_size"
-                f" {self.config.hidden_size}, got {[num_tokens, width]}"
-            )
+            wanted = f"embeddings of the target's {vocab_size} tokens and of hidden_size {self.config.hidden_size}"
+            raise refusal("drafter", wanted, [num_tokens, width])
 
     def context(self, features: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Returns each layer's keys and values of known tokens: features [..., len(target_layer_ids) * hidden_size] and
@@ -229,7 +226,7 @@ class BlockDraftModel(nn.Module):
             ids = checkpoint.draft_ids(stored, config.draft_vocab_size, target.lm_head.weight.shape[0])
         for name, weight in (("embed_tokens.weight", tokens), ("lm_head.weight", target.lm_head.weight)):
             if name in stored and name not in shapes and not checkpoint.have_same_values(stored.load(name), weight):
-                raise ValueError(f"{path}: {name}: expected the target's values, which are used, got others")
+                raise refusal(f"{path}: {name}", "the target's values, which are used", "others")
         drafter = cls(config, target.embed_tokens, target.lm_head)
         drafter.target_ids = ids
         drafter.to(device, dtype)  # before loading: the default dtype would round the values

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pagedtree._arguments import refusal
 from pagedtree.generation.drafters.checkpoint_config import CONFIG_NAME
 from pagedtree.generation.drafters.formats import size_of
 
@@ -44,13 +45,13 @@ class StoredTensors:
         self.folder, self._tensors = folder, dict[str, _Stored]()
         matches = next((paths for name in files if (paths := sorted(folder.glob(name)))), [])
         if not matches:
-            raise FileNotFoundError(f"{folder}: expected {' or '.join(files)}, found none of them")
+            raise refusal(folder, f"{' or '.join(files)}, found none of them", kind=FileNotFoundError)
         for path in matches:
             read = _of_safetensors if path.suffix == ".safetensors" else _of_pickle
             for name, stored in read(path).items():
                 key = rename(name)
                 if key in self._tensors:
-                    raise ValueError(f"{path}: expected each tensor once, got another {name}")
+                    raise refusal(path, "each tensor once", f"another {name}")
                 self._tensors[key] = stored
 
     def __contains__(self, name: str) -> bool:
@@ -77,10 +78,8 @@ class StoredTensors:
         """
         unknown = sorted(self._tensors.keys() - shapes.keys() - set(ignored))
         if unknown:
-            raise ValueError(
-                f"{self._tensors[unknown[0]].file}: {unknown[0]}: expected no such tensor with this config, as it would"
-                " not be used"
-            )
+            where = f"{self._tensors[unknown[0]].file}: {unknown[0]}"
+            raise refusal(where, "no such tensor with this config, as it would not be used")
         for name, form in shapes.items():
             expected = tuple(size_of(size, sizes) for size in form.split(", "))
             wanted = f"[{form}] = {[*expected]} by its config"
@@ -88,12 +87,12 @@ class StoredTensors:
             if stored is None:
                 if name in optional:
                     continue
-                raise ValueError(f"{self.folder}: expected a tensor {name}, {wanted}, got none")
+                raise refusal(self.folder, f"a tensor {name}, {wanted}", "none")
             if stored.shape != expected:
-                raise ValueError(f"{stored.file}: {name}: expected {wanted}, got {[*stored.shape]}")
+                raise refusal(f"{stored.file}: {name}", wanted, [*stored.shape])
             if stored.dtype not in (INTEGERS if name in integers else FLOATS).values():
                 kind = "integers of 32 or 64 bits" if name in integers else "floating-point values of 16 bits or more"
-                raise ValueError(f"{stored.file}: {name}: expected {kind}, got {stored.dtype or 'another type'}")
+                raise refusal(f"{stored.file}: {name}", kind, stored.dtype or "another type")
 
     def first_size(self, name: str) -> int | None:
         return self._tensors[name].shape[0] if name in self and self._tensors[name].shape else None
@@ -110,13 +109,13 @@ def have_same_values(stored: Tensor, weight: Tensor) -> bool:
 def check_ids(name: str, ids: Tensor, num_tokens: int) -> None:
     """Raises ValueError for draft tokens that the target lacks, and for duplicates."""
     if ids.ndim != 1 or not len(ids) or ids.dtype not in INTEGERS.values():
-        raise ValueError(f"{name}: expected integers [draft vocabulary], got {ids.dtype} {[*ids.shape]}")
+        raise refusal(name, "integers [draft vocabulary]", f"{ids.dtype} {[*ids.shape]}")
     if bool(((ids < 0) | (ids >= num_tokens)).any()):
-        raise ValueError(f"{name}: expected tokens of the target's {num_tokens}, got {int(ids.min())}..{ids.max()}")
+        raise refusal(name, f"tokens of the target's {num_tokens}", f"{int(ids.min())}..{ids.max()}")
     ordered = ids.sort().values
     if bool((again := ordered[1:] == ordered[:-1]).any()):
         twice = int(ordered[1:][again][0])
-        raise ValueError(f"{name}: expected each of the target's tokens once at most, got {twice} again")
+        raise refusal(name, "each of the target's tokens once at most", f"{twice} again")
 
 
 def draft_ids(stored: StoredTensors, count: int, num_tokens: int) -> Tensor:
@@ -129,7 +128,7 @@ def draft_ids(stored: StoredTensors, count: int, num_tokens: int) -> Tensor:
     if "t2d" in stored:
         tokens = stored.load("t2d").flatten().nonzero()[:, 0]
         if not torch.equal(tokens, ids.sort().values):
-            raise ValueError(f"{stored.folder}: t2d: expected the {count} tokens of d2t, got {len(tokens)} that differ")
+            raise refusal(f"{stored.folder}: t2d", f"the {count} tokens of d2t", f"{len(tokens)} that differ")
     return ids
 
 
@@ -159,7 +158,7 @@ def _of_safetensors(path: Path) -> dict[str, _Stored]:
     try:
         file = safe_open(path, "pt")
     except SafetensorError as error:
-        raise ValueError(f"{path}: expected a file in the format of safetensors, got {error}") from error
+        raise refusal(path, "a file in the format of safetensors", error) from error
     tensors = {}
     for name in file.keys():  # noqa: SIM118 - it is no dict
         header = file.get_slice(name)
@@ -176,14 +175,14 @@ def _of_pickle(path: Path) -> dict[str, _Stored]:
         raise
     except Exception as error:  # an unpickler can raise anything on an arbitrary file
         first = (str(error).splitlines() or [""])[0]
-        raise ValueError(f"{path}: expected tensors as torch.save writes them, got {first}") from error
+        raise refusal(path, "tensors as torch.save writes them", first) from error
     if not isinstance(tensors, dict) or not all(isinstance(name, str) for name in tensors):
-        raise ValueError(f"{path}: expected tensors by name, got a {type(tensors).__name__}")
+        raise refusal(path, "tensors by name", f"a {type(tensors).__name__}")
     return {name: _Stored(path, *_form(path, name, tensor)) for name, tensor in tensors.items()}
 
 
 def _form(path: Path, name: str, tensor: Any) -> tuple[tuple[int, ...], torch.dtype, Callable[[], Tensor]]:
     is_plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
     if not is_plain or tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
-        raise ValueError(f"{path}: {name}: expected a plain tensor that holds all of its elements")
+        raise refusal(f"{path}: {name}", "a plain tensor that holds all of its elements")
     return tuple(tensor.shape), tensor.dtype, lambda: tensor

@@ -10,6 +10,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from pagedtree._arguments import refusal
+
 CONFIG_NAME = "config.json"
 # Above every real size, and small enough that the product of two fits in 64 bits.
 MAX_SIZE = 1 << 24
@@ -46,7 +48,7 @@ class ConfigEntries:
 
     def __init__(self, entries: Any, where: str = "config") -> None:
         if not isinstance(entries, Mapping):
-            raise ValueError(f"{where}: expected an object of named entries, got {reprlib.repr(entries)}")
+            raise refusal(where, "an object of named entries", reprlib.repr(entries))
         self.where, self.entries = where, dict(entries)
         self._read: set[str] = set()
 
@@ -56,11 +58,11 @@ class ConfigEntries:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
         if len(raw) > MAX_BYTES:
-            raise ValueError(f"{path}: expected at most {MAX_BYTES} bytes, got a larger file")
+            raise refusal(path, f"at most {MAX_BYTES} bytes", "a larger file")
         try:
             entries = json.loads(raw.decode("utf-8-sig"))
         except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, numbers of thousands of digits
-            raise ValueError(f"{path}: expected an object in JSON, got {error}") from error
+            raise refusal(path, "an object in JSON", error) from error
         return cls(entries, str(path))
 
     def __contains__(self, key: str) -> bool:
@@ -70,7 +72,7 @@ class ConfigEntries:
         """Raises ValueError. got: the value, if it is not the entry's."""
         value = self.entries.get(key) if got is None else got
         text = "nothing" if value is None else reprlib.repr(value)
-        raise ValueError(f"{self.where}: {str(key)[:80]}: expected {expected}, got {text}")
+        raise refusal(f"{self.where}: {str(key)[:80]}", expected, text)
 
     def value(self, key: str, default: Any = None) -> Any:
         self._read.add(key)

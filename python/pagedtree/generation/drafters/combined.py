@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import Draft
+from pagedtree._arguments import refusal
 from pagedtree.generation.drafters.base import Drafter, FeatureRows, StepResult, as_drafter
 from pagedtree.generation.drafters.limits import Question, part_of, trees_of, values_at
 from pagedtree.generation.drafters.ngram import NgramDrafter
@@ -64,12 +65,12 @@ class CombinedDrafter(Drafter):
         self.is_lookup = [isinstance(member, NgramDrafter) for member in pair]
         if laws[0] != laws[1]:
             beside = "n-grams" if self.is_lookup[1] else type(lookup).__name__
-            raise ValueError(f'drafter: expected draft_law "{laws[1]}" beside {beside}, got "{laws[0]}"')
+            raise refusal("drafter", f'draft_law "{laws[1]}" beside {beside}', f'"{laws[0]}"')
         most = getattr(lookup, "max_ngram", min_match)
         if not 1 <= min_match <= most:
-            raise ValueError(f"min_match: expected 1 to the lookup's max_ngram, {most}, got {min_match}")
+            raise refusal("min_match", f"1 to the lookup's max_ngram, {most}", min_match)
         if costs is not None and (len(costs) != 2 or not all(0.0 <= cost < float("inf") for cost in costs)):
-            raise ValueError(f"costs: expected None or two numbers from 0 on, got {costs}")
+            raise refusal("costs", "None or two numbers from 0 on", costs)
         self.min_match, self.costs = min_match, costs
         self.both = pair
         self.draft_law = laws[0]

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pagedtree import Draft, drafting, slot_mapping
+from pagedtree._arguments import refusal
 from pagedtree.generation.drafters.base import StepResult, best_trees, roots_only
 from pagedtree.generation.drafters.eagle_head import EagleHead
 from pagedtree.generation.drafters.grown import TreeGrower
@@ -53,7 +54,7 @@ class EagleDrafter(FeatureReader, TreeGrower):
     def begin(self, page_size: int, sampling: Sampling) -> None:
         largest = int(self.head.target_ids.max())
         if sampling.vocab_size is not None and largest >= sampling.vocab_size:
-            raise ValueError(f"drafter: expected a head of the target's {sampling.vocab_size} tokens, got {largest}")
+            raise refusal("drafter", f"a head of the target's {sampling.vocab_size} tokens", largest)
         self._reset(page_size)
         self._sampling = sampling
 

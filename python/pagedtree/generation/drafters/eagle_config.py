@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from pagedtree._arguments import refusal
 from pagedtree.generation.drafters.checkpoint_config import CAUSAL, HARMLESS, ConfigEntries
 from pagedtree.generation.drafters.formats import check_heads, entry, head_dim_of, read_rows, rows_of
 from pagedtree.generation.drafters.layers import LayerSizes, layer_shapes
@@ -154,12 +155,10 @@ class EagleConfig(LayerSizes):
         if not layers:  # vLLM's, and the default of both
             layers = tuple(layer - 1 for layer in self.by_input or (2, num_layers // 2, num_layers - 3))
         if not all(0 <= layer < num_layers for layer in layers):
-            raise ValueError(
-                f"{self.where}: {LAYER_IDS}: expected outputs of the target's layers 0..{num_layers - 1}, or inputs of"
-                f" 1..{num_layers} at the top of the file, got the outputs of {reprlib.repr(layers)}"
-            )
+            wanted = f"outputs of the target's layers 0..{num_layers - 1}, or at the top inputs of 1..{num_layers}"
+            raise refusal(f"{self.where}: {LAYER_IDS}", wanted, f"the outputs of {reprlib.repr(layers)}")
         if self.num_layers_read not in (None, len(layers)):
-            raise ValueError(f"{self.where}: num_aux_hidden_states: expected {len(layers)}, got {self.num_layers_read}")
+            raise refusal(f"{self.where}: num_aux_hidden_states", len(layers), self.num_layers_read)
         return layers
 
     def shapes(self, num_layers_read: int) -> dict[str, str]:

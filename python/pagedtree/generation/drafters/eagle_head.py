@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pagedtree._arguments import refusal
 from pagedtree.generation.drafters import checkpoint
 from pagedtree.generation.drafters.checkpoint_config import ConfigEntries
 from pagedtree.generation.drafters.eagle_config import LAYER_IDS, NUM_LAYERS_READ, EagleConfig
@@ -56,7 +57,7 @@ class EagleHead(nn.Module):
         self.feature_layers = tuple(feature_layers)
         num_tokens = lm_head.weight.shape[0]
         if hasattr(lm_head.weight, "to_local"):  # rows of it are used without the layer
-            raise ValueError(SHARDED)
+            raise refusal("model", *SHARDED)
         if target_ids is None:
             target_ids, rows = torch.arange(num_tokens, dtype=torch.int64), lm_head.weight
         else:
@@ -110,20 +111,14 @@ class EagleHead(nn.Module):
     def check_target(self, hidden_size: int, vocab_size: int) -> None:
         size, num_inputs = self.config.hidden_size, self.fc.in_features
         if num_inputs != hidden_size * len(self.feature_layers):
-            raise ValueError(
-                f"drafter: expected a head of the target's hidden size {hidden_size}, got one that reads {num_inputs}"
-                f" features of {len(self.feature_layers)} layers"
-            )
+            found = f"one that reads {num_inputs} features of {len(self.feature_layers)} layers"
+            raise refusal("drafter", f"a head of the target's hidden size {hidden_size}", found)
         if self.input_rows.shape[0] < vocab_size or self.input_rows.shape[1] != size:
-            raise ValueError(
-                f"embed_tokens.weight: expected [at least {vocab_size}, {size}] for the target's tokens and this head's"
-                f" hidden_size, got {[*self.input_rows.shape]}"
-            )
+            wanted = f"[at least {vocab_size}, {size}] for the target's tokens and this head's hidden_size"
+            raise refusal("embed_tokens.weight", wanted, [*self.input_rows.shape])
         if self.output_rows.shape != (self.vocab_size, size):
-            raise ValueError(
-                f"lm_head.weight: expected {[self.vocab_size, size]} for the tokens of target_ids and this head's"
-                f" hidden_size, got {[*self.output_rows.shape]}"
-            )
+            wanted = f"{[self.vocab_size, size]} for the tokens of target_ids and this head's hidden_size"
+            raise refusal("lm_head.weight", wanted, [*self.output_rows.shape])
 
     def fuse(self, features: Tensor) -> Tensor:
         """Maps the target's features [T, F] to states [T, H]."""
@@ -138,7 +133,7 @@ class EagleHead(nn.Module):
     def unknown_state(self) -> Tensor:
         """Returns [1, H], an unknown token's state. Raises ValueError for heads of EAGLE-3."""
         if self.mask_hidden is None:
-            raise ValueError("head: expected one of P-EAGLE, with mask_hidden, got one of EAGLE-3")
+            raise refusal("head", "one of P-EAGLE, with mask_hidden", "one of EAGLE-3")
         return self.fuse(self.mask_hidden[0])
 
     def forward(self, tokens: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -218,10 +213,8 @@ class EagleHead(nn.Module):
             parts = list(OWN_PARTS)
         for name, weight in zip(OWN_PARTS, (target.embed_tokens.weight, target.lm_head.weight), strict=True):
             if name not in parts and weight.shape[1] != config.hidden_size:
-                raise ValueError(
-                    f"{path}: {name}: expected it with hidden_size {config.hidden_size}, the target's has width"
-                    f" {weight.shape[1]}"
-                )
+                wanted = f"it with hidden_size {config.hidden_size}, the target's has width {weight.shape[1]}"
+                raise refusal(f"{path}: {name}", wanted)
         ids, num_rows = None, target.lm_head.weight.shape[0]
         if "d2t" in stored or draft_vocab != num_rows:  # without d2t the target may have padding after its tokens
             ids = checkpoint.draft_ids(stored, draft_vocab, num_rows)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pagedtree import Draft, drafting, expand_tree, rerank_tree, slot_mapping, start_draft
+from pagedtree._arguments import refusal
 from pagedtree.generation.drafters.base import Drafter
 from pagedtree.generation.host_mirror import Mirror
 from pagedtree.generation.packed_model import PackedModel
@@ -51,14 +52,14 @@ class TreeGrower(Drafter):
         branching: Sequence[int] | None = None,
     ) -> None:
         if law not in DRAFT_LAWS:
-            raise ValueError(f"law: expected one of {', '.join(DRAFT_LAWS)}, got {law!r}")
+            raise refusal("law", f"one of {', '.join(DRAFT_LAWS)}", repr(law))
         if branching is not None and law == "topk":
-            raise ValueError('branching: expected None under law "topk", whose trees take shape by their scores')
+            raise refusal("branching", 'None under law "topk", whose trees take shape by their scores')
         for name, value, least in (("num_nodes", num_nodes, 2), ("depth", depth, 1), ("width", width, 1)):
             if value < least:
-                raise ValueError(f"{name}: expected at least {least}, got {value}")
+                raise refusal(name, f"at least {least}", value)
         if branching is not None and (not branching or min(branching) < 1):
-            raise ValueError(f"branching: expected levels of at least 1 child each, got {list(branching)}")
+            raise refusal("branching", "levels of at least 1 child each", list(branching))
         self.vocab_size, self.device = vocab_size, device
         self.law, self.draft_law = law, DRAFT_LAWS[law]
         self.max_nodes = num_nodes
@@ -85,7 +86,7 @@ class TreeGrower(Drafter):
 
     def check_target(self, model: PackedModel) -> None:
         if self.device != model.device:
-            raise ValueError(f"drafter: expected its model on the target's device {model.device}, got {self.device}")
+            raise refusal("drafter", f"its model on the target's device {model.device}", self.device)
 
     def end(self) -> None:
         self._reset(page_size=1)

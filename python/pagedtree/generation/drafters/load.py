@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pagedtree._arguments import argument_error
 from pagedtree.generation.drafters.base import Drafter
 from pagedtree.generation.drafters.block import BlockDrafter
 from pagedtree.generation.drafters.block_config import ARCHITECTURES as BLOCK_ARCHITECTURES
@@ -83,7 +84,7 @@ def _block(folder: Path, target: Any, **sizes: int) -> Drafter:
 
 def _medusa(folder: Path, target: Any, num_nodes: int = NUM_NODES, **sizes: int) -> Drafter:
     if sizes:
-        raise ValueError(f"{', '.join(sizes)}: not with Medusa heads, whose trees take shape by their scores")
+        raise argument_error(", ".join(sizes), "not with Medusa heads, whose trees take shape by their scores")
     return MedusaDrafter(MedusaHeads.from_pretrained(folder, target), num_nodes)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pagedtree import Commit, Draft, DraftTree, medusa_propose
+from pagedtree._arguments import refusal
 from pagedtree.generation.drafters.base import Drafter, StepResult, best_trees, roots_only
 from pagedtree.generation.drafters.checkpoint import StoredTensors, save_checkpoint
 from pagedtree.generation.drafters.checkpoint_config import HARMLESS, ConfigEntries
@@ -47,9 +48,9 @@ class MedusaHeads(nn.Module):
         super().__init__()
         for name, size in (("hidden_size", hidden_size), ("num_heads", num_heads)):
             if size < 1:
-                raise ValueError(f"{name}: expected at least 1, got {size}")
+                raise refusal(name, "at least 1", size)
         if (width := getattr(lm_head, "in_features", hidden_size)) != hidden_size:
-            raise ValueError(f"hidden_size: expected {width}, what lm_head reads, got {hidden_size}")
+            raise refusal("hidden_size", f"{width}, what lm_head reads", hidden_size)
         # Zero blocks are the identity: training starts from the model's next-token prediction.
         dtype = torch.get_default_dtype()
         self.weight = nn.Parameter(torch.zeros(num_heads, hidden_size, hidden_size, dtype=dtype))
@@ -72,10 +73,8 @@ class MedusaHeads(nn.Module):
         """Raises ValueError unless the weights fit `hidden_size`, the input of the target's output layer."""
         shape = (self.num_heads, hidden_size, hidden_size)
         if self.weight.shape != shape or self.bias.shape != shape[:2]:
-            raise ValueError(
-                f"drafter: expected heads of the target's hidden size {hidden_size}, weight {[*shape]} and bias"
-                f" {[*shape[:2]]}, got {[*self.weight.shape]} and {[*self.bias.shape]}"
-            )
+            wanted = f"heads of the target's hidden size {hidden_size}, weight {[*shape]} and bias {[*shape[:2]]}"
+            raise refusal("drafter", wanted, f"{[*self.weight.shape]} and {[*self.bias.shape]}")
 
     @property
     def vocab_size(self) -> int | None:
@@ -104,7 +103,7 @@ class MedusaHeads(nn.Module):
         heads = cls.load(path, target.lm_head)
         if heads.outputs is not None and heads.outputs.shape[1] not in target.vocab_sizes:
             sizes = " or ".join(map(str, sorted(target.vocab_sizes)))
-            raise ValueError(f"{path}: expected heads of the target's {sizes} tokens, got {heads.outputs.shape[1]}")
+            raise refusal(path, f"heads of the target's {sizes} tokens", heads.outputs.shape[1])
         return heads.to(*target.place).eval()
 
     @classmethod
@@ -143,9 +142,9 @@ def _published(path: Path, entries: ConfigEntries, width: int | None) -> dict[st
     entries.refuse_others({*HARMLESS, "base_model_name_or_path", "version"})
     hidden_size, vocab_size = stored.first_size("0.0.linear.bias"), stored.first_size("0.1.weight")
     if hidden_size is None or vocab_size is None:
-        raise ValueError(f"{path}: expected tensors 0.0.linear.bias and 0.1.weight of Medusa's first head, got none")
+        raise refusal(path, "tensors 0.0.linear.bias and 0.1.weight of Medusa's first head", "none")
     if width not in (None, hidden_size):
-        raise ValueError(f"{path}: 0.0.linear.bias: expected the target's hidden_size {width}, got {hidden_size}")
+        raise refusal(f"{path}: 0.0.linear.bias", f"the target's hidden_size {width}", hidden_size)
     shapes = {f"{i}.{name}": shape for i in range(count) for name, (_, shape) in PUBLISHED.items()}
     stored.expect(shapes, {"hidden_size": hidden_size, "vocab_size": vocab_size})
     weights = {key: [stored.load(f"{i}.{name}") for i in range(count)] for name, (key, _) in PUBLISHED.items()}
@@ -183,10 +182,10 @@ class MedusaDrafter(Drafter):
             self.max_nodes, self.max_depth = tree.num_nodes, tree.max_depth
             self.is_chain = tree.num_nodes == tree.max_depth + 1
             if tree.max_depth > (num_heads := getattr(heads, "num_heads", tree.max_depth)):
-                raise ValueError(f"tree: expected at most {num_heads} levels, one for each head, got {tree.max_depth}")
+                raise refusal("tree", f"at most {num_heads} levels, one for each head", tree.max_depth)
         else:
             if tree < 2:
-                raise ValueError(f"tree: expected at least 2 nodes (the root and a draft token), got {tree}")
+                raise refusal("tree", "at least 2 nodes (the root and a draft token)", tree)
             self.max_nodes, self.max_depth = tree, min(getattr(heads, "num_heads", tree - 1), tree - 1)
             self.is_chain = tree == 2
         self._depth = self.max_depth
@@ -206,7 +205,7 @@ class MedusaDrafter(Drafter):
     def begin(self, page_size: int, sampling: Sampling) -> None:
         self._vocab_size, num_tokens = sampling.vocab_size, getattr(self.heads, "vocab_size", None)
         if None not in (num_tokens, self._vocab_size) and num_tokens != self._vocab_size:
-            raise ValueError(f"drafter: expected heads of the target's {self._vocab_size} tokens, got {num_tokens}")
+            raise refusal("drafter", f"heads of the target's {self._vocab_size} tokens", num_tokens)
         self._hidden, self._known, self._newest = None, set(), None
         self._depth = self.max_depth
 
@@ -233,9 +232,8 @@ class MedusaDrafter(Drafter):
         assert self._hidden is not None
         logits = self.heads(self._hidden.index_select(0, rows))
         if self._vocab_size is not None and logits.shape[-1] > self._vocab_size:
-            raise ValueError(
-                f"drafter: expected heads of the target's {self._vocab_size} tokens, got logits of {logits.shape[-1]}"
-            )
+            wanted = f"heads of the target's {self._vocab_size} tokens"
+            raise refusal("drafter", wanted, f"logits of {logits.shape[-1]}")
         if isinstance(self.tree, DraftTree):
             return medusa_propose(logits, self.tree, active=active)
         draft, self._log_probs = best_trees(logits[:, : self._depth], self.tree)

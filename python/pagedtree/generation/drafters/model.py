@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import Commit, Draft, Verdict, commit, drafting, slot_mapping
+from pagedtree._arguments import argument_error, refusal
 from pagedtree.generation.drafters.base import StepResult
 from pagedtree.generation.drafters.grown import TreeGrower
 from pagedtree.generation.packed_model import PackedModel
@@ -61,7 +62,7 @@ class ModelDrafter(TreeGrower):
     ) -> None:
         self.model, self.packed, self.networks = model, self.pack(model), (model,)
         if self.packed.is_recurrent:  # a tree grows level by level, and a state belongs to a single path
-            raise ValueError(f"drafter: expected a draft model without recurrent layers, got {type(model).__name__}")
+            raise refusal("drafter", "a draft model without recurrent layers", type(model).__name__)
         self.num_weights, self.num_positions = self.packed.num_weights, self.packed.num_positions
         self.max_batch_tokens = max_batch_tokens
         self._context, self._attends = ExitStack(), False
@@ -80,13 +81,11 @@ class ModelDrafter(TreeGrower):
 
     def begin(self, page_size: int, sampling: Sampling) -> None:
         if self.law != "topk" and sampling.params is None:
-            raise ValueError(f'drafter: law "{self.law}" draws by the params of `generate`, got None')
+            raise argument_error("drafter", f'law "{self.law}" draws by the params of `generate`, got None')
         size, of_target = self.packed.num_logits, sampling.vocab_size
         if of_target is not None and abs(size - of_target) > MAX_PADDING:
-            raise ValueError(
-                f"drafter: expected a draft model of the target's vocabulary, {of_target} tokens up to {MAX_PADDING} of"
-                f" padding, got {size}"
-            )
+            wanted = f"a draft model of the target's vocabulary, {of_target} tokens up to {MAX_PADDING} of padding"
+            raise refusal("drafter", wanted, size)
         self._reset(page_size)
         self._sampling = sampling
 

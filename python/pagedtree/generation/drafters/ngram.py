@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pagedtree import _C, Draft, drafting, ngram_propose
+from pagedtree._arguments import refusal
 from pagedtree.generation.drafters.base import Drafter, StepResult
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
@@ -37,7 +38,7 @@ class NgramDrafter(Drafter):
         remember: int = 0,
     ) -> None:
         if num_nodes < 2:
-            raise ValueError(f"num_nodes: expected at least 2 (the root and a draft token), got {num_nodes}")
+            raise refusal("num_nodes", "at least 2 (the root and a draft token)", num_nodes)
         self.max_nodes = num_nodes
         self.max_depth = max_depth or (num_nodes - 1 if max_branches == 1 else num_nodes // 2)
         self.max_branches, self.is_chain = max_branches, max_branches == 1

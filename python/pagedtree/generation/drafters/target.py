@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from pagedtree import attention_plan
+from pagedtree._arguments import refusal
 from pagedtree.generation.drafters.checkpoint_config import ConfigEntries
 from pagedtree.generation.packed_model import PackedModel
 
-SHARDED = "model: expected an embedding and an output layer in one piece for a draft head, got shards (DTensor, FSDP2)"
+SHARDED = "an embedding and an output layer in one piece for a draft head", "shards (DTensor, FSDP2)"
 DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 
@@ -36,11 +37,9 @@ class Target(NamedTuple):
         embedding is offloaded."""
         embed_tokens, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
         if not isinstance(getattr(lm_head, "weight", None), Tensor):
-            raise ValueError(f"model: expected an output layer with weights, got {type(lm_head).__name__}")
+            raise refusal("model", "an output layer with weights", type(lm_head).__name__)
         if is_offloaded(embed_tokens) or is_offloaded(lm_head):
-            raise ValueError(
-                "model: expected an embedding and an output layer in memory for a draft head, got offloaded"
-            )
+            raise refusal("model", "an embedding and an output layer in memory for a draft head", "offloaded")
         config = model.config.get_text_config()
         sizes = {config.vocab_size, embed_tokens.weight.shape[0], lm_head.weight.shape[0]}
         return cls(
@@ -52,7 +51,7 @@ class Target(NamedTuple):
         """Device and dtype of heads. Raises ValueError if the output layer is quantized."""
         weight: Tensor = self.lm_head.weight
         if not weight.is_floating_point():
-            raise ValueError(f"model: expected an output layer that is not quantized, got {weight.dtype}")
+            raise refusal("model", "an output layer that is not quantized", weight.dtype)
         return weight.device, self.dtype
 
     def check(self, entries: ConfigEntries, key: str, size: int) -> None:
@@ -89,14 +88,10 @@ def check_place(weights: Iterable[Tensor], model: PackedModel, shared: Iterable[
     like = model.new_hidden(0)
     for weight in weights:
         if weight.is_floating_point() and (weight.device, weight.dtype) != (like.device, like.dtype):
-            raise ValueError(
-                f"drafter: expected weights in the target's {like.dtype} on {like.device}, got {weight.dtype} on"
-                f" {weight.device}; see its .to()"
-            )
+            wanted = f"weights in the target's {like.dtype} on {like.device}"
+            raise refusal("drafter", wanted, f"{weight.dtype} on {weight.device}; see its .to()")
     if (device := next((weight.device for weight in shared if weight.device != like.device), None)) is not None:
-        raise ValueError(
-            f"drafter: expected a head with an embedding and an output layer on {like.device}, got {device}"
-        )
+        raise refusal("drafter", f"a head with an embedding and an output layer on {like.device}", device)
 
 
 def call_shared(layer: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
@@ -109,4 +104,4 @@ def call_shared(layer: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
     except RuntimeError as error:
         if "DTensor" not in str(error):
             raise
-        raise ValueError(SHARDED) from error
+        raise refusal("model", *SHARDED) from error

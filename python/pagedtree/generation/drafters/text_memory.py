@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagedtree import _C
+from pagedtree._arguments import refusal
 
 # Places of a hash chain that a look-up visits at most.
 MAX_PLACES = 16
@@ -39,7 +40,7 @@ class TextMemory:
             ("max_ngram", max_ngram, context, MAX_NGRAM),
         ):
             if not least <= value <= most:
-                raise ValueError(f"{name}: expected {least} to {most}, got {value}")
+                raise refusal(name, f"{least} to {most}", value)
         self.max_tokens, self.context, self.max_ngram = max_tokens, context, max_ngram
         bits = max((max_tokens - 1).bit_length(), 1)  # about one entry of the table for each token
         self._shift = 64 - bits

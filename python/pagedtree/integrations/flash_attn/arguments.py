@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pagedtree._arguments import refusal
 from pagedtree.integrations.masks import all_visible
 
 
@@ -15,19 +16,19 @@ def refuse(**arguments: Any) -> None:
     for name, value in arguments.items():
         if isinstance(value, Tensor) or value:
             got = "a tensor" if isinstance(value, Tensor) else repr(value)
-            raise NotImplementedError(f"{name}: not supported; expected its default, got {got}")
+            raise refusal(name, "its default, as others are not supported", got, NotImplementedError)
 
 
 def refuse_gradients(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if torch.is_grad_enabled() and tensor.requires_grad:
-            raise NotImplementedError(f"{name}: expected a tensor without requires_grad (there is no backward)")
+            raise refusal(name, "a tensor without requires_grad (there is no backward)", kind=NotImplementedError)
 
 
 def one_of(**names: Tensor | None) -> Tensor | None:
     arguments = {name: value for name, value in names.items() if value is not None}
     if len(arguments) > 1:
-        raise ValueError(f"{' and '.join(arguments)}: expected one of the two, got both")
+        raise refusal(" and ".join(arguments), "one of the two", "both")
     return next(iter(arguments.values()), None)
 
 
@@ -36,10 +37,8 @@ def scale_of(name: str, descale: Tensor | None) -> Tensor | None:
     if descale is None or descale.dim() < 2:
         return descale
     if descale.dim() > 2 or (descale.shape[0] > 1 and descale.stride(0) != 0):
-        raise NotImplementedError(
-            f"{name}: expected the same scales for all sequences ([heads], also expanded to [batch, heads]), "
-            f"got shape {[*descale.shape]}"
-        )
+        wanted = "the same scales for all sequences ([heads], also expanded to [batch, heads])"
+        raise refusal(name, wanted, f"shape {[*descale.shape]}", NotImplementedError)
     return descale[0].contiguous() if descale.shape[0] else None
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import append_kv, rope_append, slot_mapping, tree_attention
-from pagedtree._arguments import checked, expect_dims, expect_shape
+from pagedtree._arguments import checked, expect_dims, expect_shape, refusal
 from pagedtree.integrations.flash_attn.arguments import (
     even_offsets,
     one_of,
@@ -99,31 +99,31 @@ def flash_attn_with_kvcache(
         index = torch.arange(batch, dtype=torch.int32, device=device) if cache_batch_idx is None else cache_batch_idx
         block_table = as_int32(index)[:, None]
     elif cache_batch_idx is not None:
-        raise ValueError("cache_batch_idx: expected None with a block_table, got a tensor")
+        raise refusal("cache_batch_idx", "None with a block_table", "a tensor")
     if cache_seqlens is None:
         cache_seqlens = block_table.shape[1] * page_size
         if k is not None:
-            raise ValueError("cache_seqlens: expected lengths where k is given, got None")
+            raise refusal("cache_seqlens", "lengths where k is given", "None")
     if isinstance(cache_seqlens, int):
         cache_seqlens = torch.full((batch,), min(max(cache_seqlens, -1), INT32_MAX), dtype=torch.int32, device=device)
     expect_shape([batch], cache_seqlens=cache_seqlens)
     seq_lens = as_int32(cache_seqlens)
     if (k is None) != (v is None):
-        raise ValueError(f"v: expected {'None, as k' if k is None else 'a tensor, as k'}")
+        raise refusal("v", "None, as k" if k is None else "a tensor, as k")
     if (rotary_cos is None) != (rotary_sin is None) or (rotary_cos is not None and k is None):
-        raise ValueError("rotary_cos: expected rotary_sin and k with it, got only a part of them")
+        raise refusal("rotary_cos", "rotary_sin and k with it", "only a part of them")
     scales: dict[str, Any] = {"k_scale": scale_of("k_descale", k_descale), "v_scale": scale_of("v_descale", v_descale)}
     if k is not None and v is not None:
         new_offsets = cu_seqlens_k_new
         for name, new in (("k", k), ("v", v)):
             if cu_seqlens_k_new is None and (new.dim() != 4 or new.shape[0] != batch):
-                raise ValueError(f"{name}: expected [{batch}, new, heads, dim], got shape {[*new.shape]}")
+                raise refusal(name, f"[{batch}, new, heads, dim]", f"shape {[*new.shape]}")
             expect_dims("[batch, new, heads, dim]" if cu_seqlens_k_new is None else "[new, heads, dim]", **{name: new})
         if new_offsets is None:
             new_offsets = even_offsets(batch, k.shape[1], device)
             k, v = k.flatten(0, 1), v.flatten(0, 1)
         elif new_offsets.numel() != batch + 1:
-            raise ValueError(f"cu_seqlens_k_new: expected shape [{batch + 1}], got {[*new_offsets.shape]}")
+            raise refusal("cu_seqlens_k_new", f"shape [{batch + 1}]", [*new_offsets.shape])
         starts = seq_lens if rotary_seqlens is None else as_int32(rotary_seqlens)
         seq_lens = seq_lens + new_offsets.diff().int()
         slots = slot_mapping(block_table, seq_lens, new_offsets.int(), page_size, total_q=k.shape[0])

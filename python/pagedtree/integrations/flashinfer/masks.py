@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from pagedtree._arguments import checked, expect_dims, expect_shape
+from pagedtree._arguments import checked, expect_dims, expect_shape, refusal
 from pagedtree.bits import unpacked
 from pagedtree.tree import mask_words
 
@@ -47,16 +47,16 @@ def import_packed_custom_mask(
     """Converts a packed mask, uint8, as `import_custom_mask` does. mask_indptr: int [B + 1], default without gaps."""
     if packed_custom_mask.dtype != torch.uint8 or packed_custom_mask.dim() != 1:
         got = f"{packed_custom_mask.dtype} {[*packed_custom_mask.shape]}"
-        raise ValueError(f"packed_custom_mask: expected uint8 in one dimension, got {got}")
+        raise refusal("packed_custom_mask", "uint8 in one dimension", got)
     sizes = _sizes(qo_indptr, seq_lens, tree_lens)
     begins = _byte_offsets(sizes) if mask_indptr is None else mask_indptr.tolist()
     rows = []
     if len(begins) < len(sizes) or min(begins, default=0) < 0:
-        raise ValueError(f"mask_indptr: expected {len(sizes)} offsets of at least 0, got {begins}")
+        raise refusal("mask_indptr", f"{len(sizes)} offsets of at least 0", begins)
     for begin, (n, s, _) in zip(begins, sizes, strict=False):
         segment = packed_custom_mask[begin : begin + -(-n * s // 8)]
         if 8 * segment.numel() < n * s:
-            raise ValueError(f"packed_custom_mask: expected {n * s} bits from byte {begin} on, got {8 * len(segment)}")
+            raise refusal("packed_custom_mask", f"{n * s} bits from byte {begin} on", 8 * len(segment))
         bits = segment[:, None] >> torch.arange(8, dtype=torch.uint8, device=segment.device) & 1
         rows.append(bits.flatten()[: n * s].view(n, s))
     return _words(rows, sizes, packed_custom_mask.device)
@@ -95,14 +95,14 @@ def _sizes(qo_indptr: Tensor, seq_lens: Tensor, tree_lens: Tensor | None) -> lis
     queries, keys = qo_indptr.diff().tolist(), seq_lens.tolist()
     expect_shape([len(queries)], seq_lens=seq_lens, tree_lens=tree_lens)
     if min(queries, default=0) < 0 or (qo_indptr.numel() and qo_indptr[0] != 0):
-        raise ValueError(f"qo_indptr: expected offsets from 0 that do not descend, got {qo_indptr.tolist()}")
+        raise refusal("qo_indptr", "offsets from 0 that do not descend", qo_indptr.tolist())
     if min(keys, default=0) < 0:
-        raise ValueError(f"seq_lens: expected at least 0 keys, got {keys}")
+        raise refusal("seq_lens", "at least 0 keys", keys)
     trees = map(min, queries, keys) if tree_lens is None else tree_lens.tolist()
     sizes = list(zip(queries, keys, trees, strict=True))
     for b, (_, s, t) in enumerate(sizes):
         if not 0 <= t <= s:
-            raise ValueError(f"tree_lens: expected 0 to {s} keys in sequence {b}, got {t}")
+            raise refusal("tree_lens", f"0 to {s} keys in sequence {b}", t)
     return sizes
 
 
@@ -115,7 +115,7 @@ def _words(masks: Sequence[Tensor], sizes: Sequence[tuple[int, int, int]], devic
     rows = []
     for b, (mask, (_, s, t)) in enumerate(zip(masks, sizes, strict=True)):
         if not mask[:, : s - t].all():
-            raise ValueError(f"custom_mask: expected every row of sequence {b} to see its first {s - t} keys")
+            raise refusal("custom_mask", f"every row of sequence {b} to see its first {s - t} keys")
         rows.append(torch.nn.functional.pad(mask[:, s - t :] != 0, (0, width - t)))
     empty = torch.empty(0, width, dtype=torch.bool, device=device)
     return mask_words(torch.cat([empty, *rows]))
@@ -125,7 +125,7 @@ def _export(tree_mask: Tensor, sizes: Sequence[tuple[int, int, int]]) -> list[Te
     expect_dims("[T, W]", tree_mask=tree_mask)
     rows = sum(n for n, _, _ in sizes)
     if rows > tree_mask.shape[0]:
-        raise ValueError(f"tree_mask: expected a row for each of {rows} queries, got {tree_mask.shape[0]}")
+        raise refusal("tree_mask", f"a row for each of {rows} queries", tree_mask.shape[0])
     parts, begin = [], 0
     for n, s, t in sizes:
         words = torch.nn.functional.pad(tree_mask[begin : begin + n], (0, max(0, -(-t // 32) - tree_mask.shape[1])))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import tree_attention
-from pagedtree._arguments import checked, expect_dims, expect_shape
+from pagedtree._arguments import checked, expect_dims, expect_shape, refusal
 from pagedtree.integrations.flashinfer.pages import page_table as tables
 from pagedtree.integrations.flashinfer.planning import PlannedTypes, count_queries
 from pagedtree.integrations.masks import all_visible
@@ -40,7 +40,7 @@ class BatchMLAPagedAttentionWrapper:
         output = options.pop("output_dtype", None)
         _refuse({name: value for name, value in options.items() if value not in ("none", "default")})
         if (head_dim_ckv, head_dim_kpe) != (512, 64):
-            raise ValueError(f"head_dim_ckv, head_dim_kpe: expected 512 and 64, got {head_dim_ckv} and {head_dim_kpe}")
+            raise refusal("head_dim_ckv, head_dim_kpe", "512 and 64", f"{head_dim_ckv} and {head_dim_kpe}")
         device = kv_indices.device  # the other tensors may be on the host
         expect_dims("[B + 1]", kv_indptr=kv_indptr)
         expect_dims("[pages]", kv_indices=kv_indices)
@@ -79,7 +79,7 @@ class BatchMLAPagedAttentionWrapper:
         ValueError for wrong shapes or dtypes.
         """
         if self._arguments is None:
-            raise RuntimeError("run: expected plan() before it")
+            raise refusal("plan()", "to be called first", kind=RuntimeError)
         _refuse({"kv_len": kv_len, "page_table": page_table, **options})
         q_nope, q_pe = _parts("query", query, q_nope, q_pe)
         ckv_cache, kpe_cache = _parts("kv_cache", kv_cache, ckv_cache, kpe_cache)
@@ -87,9 +87,9 @@ class BatchMLAPagedAttentionWrapper:
         expect_dims("[pages, page_size, dim]", ckv_cache=ckv_cache, kpe_cache=kpe_cache)
         self._types.check(q_nope, ckv_cache)
         if q_nope.shape[1:] != (self._heads, 512) or q_nope.shape[0] < self._num_queries:
-            raise ValueError(f"q_nope: expected [{self._num_queries}, {self._heads}, 512], got {[*q_nope.shape]}")
+            raise refusal("q_nope", f"[{self._num_queries}, {self._heads}, 512]", [*q_nope.shape])
         if ckv_cache.shape[1] != self._page_size:
-            raise ValueError(f"ckv_cache: expected pages of {self._page_size}, got shape {[*ckv_cache.shape]}")
+            raise refusal("ckv_cache", f"pages of {self._page_size}", f"shape {[*ckv_cache.shape]}")
         cache, table = _adjacent(ckv_cache, kpe_cache), self._places
         if cache is None:
             pages = self._pages.clamp(0, ckv_cache.shape[0] - 1)
@@ -117,7 +117,7 @@ class BatchMLAPagedAttentionWrapper:
 def _refuse(options: dict[str, Any]) -> None:
     for name, value in sorted(options.items()):
         if name not in HINTS and value is not None and (isinstance(value, Tensor) or value):
-            raise NotImplementedError(f"{name}: expected none, got one")
+            raise refusal(name, "none", "one", NotImplementedError)
 
 
 def _parts(
@@ -125,10 +125,10 @@ def _parts(
 ) -> tuple[Tensor, Tensor]:
     if both is not None:
         if first is not None or last is not None:
-            raise ValueError(f"{name}: expected it alone, got its parts beside it")
+            raise refusal(name, "it alone", "its parts beside it")
         first, last = (both[..., :512], both[..., 512:]) if isinstance(both, Tensor) else both
     if first is None or last is None:
-        raise ValueError(f"{name}: expected a tensor or its two parts, got none")
+        raise refusal(name, "a tensor or its two parts", "none")
     return first, last
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import attention_plan, tree_attention
-from pagedtree._arguments import checked, expect_dims, expect_shape
+from pagedtree._arguments import checked, expect_dims, expect_shape, refusal
 from pagedtree.integrations.flashinfer.masks import import_custom_mask, import_packed_custom_mask
 from pagedtree.integrations.flashinfer.pages import PagedKVCache, cache_views, page_table
 from pagedtree.integrations.flashinfer.planning import TYPES, PlannedTypes, count_queries
@@ -32,9 +32,9 @@ class BatchPrefillWithPagedKVCacheWrapper:
     def __init__(self, float_workspace_buffer: Tensor | None = None, kv_layout: str = "NHD", **options: Any) -> None:
         refused = sorted(name for name, value in options.items() if value and name != "backend")
         if refused:
-            raise NotImplementedError(f"{refused[0]}: expected none, got one; attention_plan is captured instead")
+            raise refusal(refused[0], "none", "one; attention_plan is captured instead", NotImplementedError)
         if kv_layout not in ("NHD", "HND"):
-            raise ValueError(f'kv_layout: expected "NHD" or "HND", got {kv_layout!r}')
+            raise refusal("kv_layout", '"NHD" or "HND"', repr(kv_layout))
         self._kv_layout = kv_layout
         self._arguments: dict[str, Any] | None = None
 
@@ -54,11 +54,11 @@ class BatchPrefillWithPagedKVCacheWrapper:
         ValueError for wrong shapes, offsets in qo_indptr that descend, and masks that are not tree masks.
         """
         if pos_encoding_mode != "NONE":
-            raise NotImplementedError(f'pos_encoding_mode: expected "NONE", got {pos_encoding_mode!r}')
+            raise refusal("pos_encoding_mode", '"NONE"', repr(pos_encoding_mode), NotImplementedError)
         self._types = PlannedTypes(*(options.pop(name, None) for name in TYPES))
         for name, value in options.items():
             if name not in HINTS and (isinstance(value, Tensor) or value):
-                raise NotImplementedError(f"{name}: expected none, got {type(value).__name__}")
+                raise refusal(name, "none", type(value).__name__, NotImplementedError)
         device = paged_kv_indices.device  # the other tensors may be on the host
         expect_dims("[B + 1]", paged_kv_indptr=paged_kv_indptr)
         expect_dims("[pages]", paged_kv_indices=paged_kv_indices)
@@ -112,19 +112,19 @@ class BatchPrefillWithPagedKVCacheWrapper:
         is "ln", [T, heads] unless lse_layout is "HN". Raises as `BatchMLAPagedAttentionWrapper.run` does.
         """
         if self._arguments is None:
-            raise RuntimeError("run: expected plan() before it")
+            raise refusal("plan()", "to be called first", kind=RuntimeError)
         refused = sorted(name for name, value in options.items() if value is not None) or ["*args"] * bool(args)
         if refused:
-            raise NotImplementedError(f"{refused[0]}: expected none, got one")
+            raise refusal(refused[0], "none", "one", NotImplementedError)
         for name, value, choices in (("lse_base", lse_base, ("log2", "ln")), ("lse_layout", lse_layout, ("NH", "HN"))):
             if value not in choices:
-                raise ValueError(f"{name}: expected one of {choices}, got {value!r}")
+                raise refusal(name, f"one of {choices}", repr(value))
         num_queries, rows = self._num_queries, q.shape[0]
         if num_queries > rows:
-            raise ValueError(f"qo_indptr: expected at most {rows} queries, the rows of q, got {num_queries}")
+            raise refusal("qo_indptr", f"at most {rows} queries, the rows of q", num_queries)
         window = self._window_left if window_left is None else window_left
         if window >= 0 and "tree_mask" in self._arguments:
-            raise NotImplementedError(f"window_left: expected -1 where the batch is not causal, got {window}")
+            raise refusal("window_left", "-1 where the batch is not causal", window, NotImplementedError)
         scales = {name: _scale(x, q.device) for name, x in (("k_scale", k_scale), ("v_scale", v_scale))}
         views = cache_views(paged_kv_cache, self._kv_layout)
         self._types.check(q, views[0])
@@ -147,9 +147,9 @@ class BatchPrefillWithPagedKVCacheWrapper:
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """FlashInfer's older form of run(): these arguments override plan()'s."""
         if self._arguments is None:
-            raise RuntimeError("forward: expected begin_forward() before it")
+            raise refusal("begin_forward()", "to be called first", kind=RuntimeError)
         if pos_encoding_mode != "NONE":
-            raise NotImplementedError(f'pos_encoding_mode: expected "NONE", got {pos_encoding_mode!r}')
+            raise refusal("pos_encoding_mode", '"NONE"', repr(pos_encoding_mode), NotImplementedError)
         arguments = self._arguments
         if not self._has_mask:
             arguments = {name: value for name, value in arguments.items() if name not in ("tree_mask", "tree_lens")}

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import append_kv
-from pagedtree._arguments import checked, expect_dims, expect_shape
+from pagedtree._arguments import checked, expect_dims, expect_shape, refusal
 from pagedtree.integrations.indices import INT32_MAX, as_int32
 
 PagedKVCache = Tensor | tuple[Tensor, Tensor]
@@ -20,11 +20,11 @@ def cache_views(paged_kv_cache: PagedKVCache, kv_layout: str = "NHD") -> tuple[T
     without the dimension of 2. Any strides. Raises ValueError for other shapes or layouts.
     """
     if kv_layout not in ("NHD", "HND"):
-        raise ValueError(f'kv_layout: expected "NHD" or "HND", got {kv_layout!r}')
+        raise refusal("kv_layout", '"NHD" or "HND"', repr(kv_layout))
     one = isinstance(paged_kv_cache, Tensor)
     shapes = [[*x.shape] for x in ([paged_kv_cache] if isinstance(paged_kv_cache, Tensor) else paged_kv_cache)]
     if any(len(shape) != (5 if one else 4) for shape in shapes) or (one and shapes[0][1] != 2) or len(shapes) > 2:
-        raise ValueError(f"paged_kv_cache: expected [pages, 2, ...] of 5 or two tensors of 4 dimensions, got {shapes}")
+        raise refusal("paged_kv_cache", "[pages, 2, ...] of 5 or two tensors of 4 dimensions", shapes)
     if isinstance(paged_kv_cache, Tensor):  # not unbound: autograd lets no such views be written
         k_cache, v_cache = paged_kv_cache[:, 0], paged_kv_cache[:, 1]
     else:
@@ -43,9 +43,9 @@ def page_table(
     ValueError for wrong shapes.
     """
     if not 1 <= page_size < 2**31:
-        raise ValueError(f"page_size: expected 1 to 2^31 - 1, got {page_size}")
+        raise refusal("page_size", "1 to 2^31 - 1", page_size)
     if max_pages is not None and not 0 <= max_pages < 2**31:
-        raise ValueError(f"max_pages: expected 0 to 2^31 - 1, got {max_pages}")
+        raise refusal("max_pages", "0 to 2^31 - 1", max_pages)
     expect_dims("[B + 1]", indptr=indptr)
     expect_dims("[pages]", indices=indices)
     counts = indptr.diff()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedtree._arguments import expect_shape
+from pagedtree._arguments import argument_error, expect_shape, refusal
 
 TYPES = ("q_data_type", "kv_data_type", "o_data_type")
 
@@ -26,7 +26,7 @@ class PlannedTypes:
         for name, kind in self._told.items():
             if kind != dtypes[name]:
                 error = NotImplementedError if name == "o_data_type" else ValueError
-                raise error(f"{name}: plan() was told {kind}, run() got {dtypes[name]}")
+                raise argument_error(name, f"plan() was told {kind}, run() got {dtypes[name]}", error)
 
 
 def count_queries(qo_indptr: Tensor, num_sequences: int) -> tuple[int, int]:
@@ -34,7 +34,7 @@ def count_queries(qo_indptr: Tensor, num_sequences: int) -> tuple[int, int]:
     begins = qo_indptr.tolist()
     counts = [end - begin for begin, end in pairwise(begins)]
     if begins[0] != 0 or min(counts, default=0) < 0:
-        raise ValueError(f"qo_indptr: expected offsets from 0 that do not descend, got {begins}")
+        raise refusal("qo_indptr", "offsets from 0 that do not descend", begins)
     if begins[-1] > torch.iinfo(torch.int32).max:
-        raise ValueError(f"qo_indptr: expected offsets that int32 can hold, got {begins}")
+        raise refusal("qo_indptr", "offsets that int32 can hold", begins)
     return begins[-1], max(counts, default=0)

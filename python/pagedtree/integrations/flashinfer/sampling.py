@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import SamplingParams, build_trees, verify_rejection
-from pagedtree._arguments import checked, expect_shape
+from pagedtree._arguments import checked, expect_shape, refusal
 
 
 @checked(integers=("draft_token_ids",), own=("seed", "offset"))
@@ -34,13 +34,13 @@ def chain_speculative_sampling(
     """
     if draft_token_ids.dim() != 2 or draft_probs.dim() != 3:
         shapes = [*draft_token_ids.shape], [*draft_probs.shape]
-        raise ValueError(f"draft_token_ids, draft_probs: expected 2 and 3 dimensions, got shapes {shapes}")
+        raise refusal("draft_token_ids, draft_probs", "2 and 3 dimensions", f"shapes {shapes}")
     (b, n), vocab = draft_token_ids.shape, draft_probs.shape[2]
     expect_shape([b, n, vocab], draft_probs=draft_probs)
     expect_shape([b, n + 1, vocab], target_probs=target_probs)
     for name, probs in (("draft_probs", draft_probs), ("target_probs", target_probs)):
         if probs.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-            raise ValueError(f"{name}: expected fp32, fp16, bf16 or fp64, got {probs.dtype}")
+            raise refusal(name, "fp32, fp16, bf16 or fp64", probs.dtype)
     device = target_probs.device
     expect_shape(
         [b],
@@ -84,9 +84,9 @@ def chain_speculative_sampling(
 def _seeded(seed: int | None, offset: int | None, device: torch.device) -> torch.Generator | None:
     for name, value in (("seed", seed), ("offset", offset)):
         if isinstance(value, Tensor):
-            raise NotImplementedError(f"{name}: expected an int, got a tensor")
+            raise refusal(name, "an int", "a tensor", NotImplementedError)
         if value is not None and not isinstance(value, int):
-            raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+            raise refusal(name, "an int", type(value).__name__, TypeError)
     if seed is None or offset is None:
         return None
     return torch.Generator(device).manual_seed((seed * 0x9E3779B97F4A7C15 + offset) % 2**63)

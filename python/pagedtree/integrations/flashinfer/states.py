@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import merge_states as join
-from pagedtree._arguments import checked, expect_dims, expect_shape
+from pagedtree._arguments import checked, expect_dims, expect_shape, refusal
 
 
 @checked()
@@ -43,7 +43,7 @@ def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     """
     expect_dims("[rows, states, heads, dim]", v=v)
     if s.shape != v.shape[:3] or v.shape[1] == 0:
-        raise ValueError(f"s: expected shape {[*v.shape[:3]]} with at least one state, got {[*s.shape]}")
+        raise refusal("s", f"shape {[*v.shape[:3]]} with at least one state", [*s.shape])
     out, natural = v[:, 0], s[:, 0] * math.log(2)
     for i in range(1, v.shape[1]):
         out, natural = join(out, natural, v[:, i], s[:, i] * math.log(2))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import append_kv, attention_plan, tree_attention
+from pagedtree._arguments import refusal
 from pagedtree.integrations.indices import rows_of
 from pagedtree.integrations.sglang.masks import TreeMaskMode, tree_mask_words
 
@@ -54,10 +55,9 @@ class PagedTreeBackend(AttentionBackend):
         config = model_runner.model_config
         self.is_latent = model_runner.use_mla_backend
         if self.is_latent and (config.kv_lora_rank, config.qk_rope_head_dim) != LATENT:
-            raise NotImplementedError(
-                f"pagedtree's backend: expected kv_lora_rank {LATENT[0]} and qk_rope_head_dim {LATENT[1]}, got "
-                f"{config.kv_lora_rank} and {config.qk_rope_head_dim}"
-            )
+            wanted = f"kv_lora_rank {LATENT[0]} and qk_rope_head_dim {LATENT[1]}"
+            found = f"{config.kv_lora_rank} and {config.qk_rope_head_dim}"
+            raise refusal("pagedtree's backend", wanted, found, NotImplementedError)
         if hasattr(model_runner.req_to_token_pool, "mamba_pool"):
             raise NotImplementedError(
                 "pagedtree's backend: recurrent layers (a mamba_pool) are not supported: their states follow no trees"
@@ -139,7 +139,7 @@ class PagedTreeBackend(AttentionBackend):
         _check_layer(layer, kwargs)
         step = self.forward_metadata
         if step is None:
-            raise RuntimeError("pagedtree's backend: expected init_forward_metadata before the first layer")
+            raise refusal("pagedtree's backend", "init_forward_metadata before the first layer", kind=RuntimeError)
         heads, kv_heads = layer.tp_q_head_num, layer.tp_k_head_num
         head_dim, head_dim_v = layer.qk_head_dim, layer.v_head_dim
         k_cache = _pages(self.token_to_kv_pool.get_key_buffer(layer.layer_id), step.page_size)
@@ -262,13 +262,13 @@ def _mask_words(spec: Any, prefix_lens: Tensor, requests: int) -> Tensor:
 def _pages(buffer: Tensor, page_size: int) -> Tensor:
     """[slots, heads, head_dim] -> [pages, page_size, heads, head_dim], a view."""
     if buffer.dim() != 3:
-        raise NotImplementedError(f"pagedtree's backend: expected [slots, heads, dim], got {[*buffer.shape]}")
+        raise refusal("pagedtree's backend", "[slots, heads, dim]", [*buffer.shape], NotImplementedError)
     return buffer.unflatten(0, (-1, page_size))
 
 
 def _check_prompt(forward_batch: Any, save_kv_cache: bool) -> None:
     if save_kv_cache or forward_batch.extend_prefix_lens_cpu is None or any(forward_batch.extend_prefix_lens_cpu):
-        raise NotImplementedError("pagedtree's backend: expected latents, got heads of them behind a prefix")
+        raise refusal("pagedtree's backend", "latents", "heads of them behind a prefix", NotImplementedError)
 
 
 def _check_layer(layer: Any, options: dict[str, Any]) -> None:
@@ -276,8 +276,8 @@ def _check_layer(layer: Any, options: dict[str, Any]) -> None:
     if names:
         raise NotImplementedError(f"pagedtree's backend: {', '.join(sorted(names))}: only sinks is supported")
     if layer.is_cross_attention or getattr(layer.attn_type, "value", layer.attn_type) != "decoder":
-        raise NotImplementedError(f"pagedtree's backend: expected decoder self-attention, got {layer.attn_type}")
+        raise refusal("pagedtree's backend", "decoder self-attention", layer.attn_type, NotImplementedError)
     if layer.logit_cap and layer.logit_capping_method != "tanh":
-        raise NotImplementedError(f"pagedtree's backend: expected tanh capping, got {layer.logit_capping_method}")
+        raise refusal("pagedtree's backend", "tanh capping", layer.logit_capping_method, NotImplementedError)
     if layer.xai_temperature_len > 0:
         raise NotImplementedError("pagedtree's backend: xai_temperature_len is not supported")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import compact_kv
-from pagedtree._arguments import checked
+from pagedtree._arguments import checked, refusal
 from pagedtree.integrations.indices import as_int32
 
 MOVES = 1023  # the most in one path of `compact_kv`
@@ -29,7 +29,7 @@ def move_kv_cache(k_buffer: Sequence[Tensor], v_buffer: Sequence[Tensor], tgt_lo
     """
     for name, loc in (("tgt_loc", tgt_loc), ("src_loc", src_loc)):
         if loc.dtype not in (torch.int32, torch.int64) or loc.shape != (tgt_loc.numel(),):
-            raise ValueError(f"{name}: expected int32 or int64 [{tgt_loc.numel()}], got {loc.dtype} {[*loc.shape]}")
+            raise refusal(name, f"int32 or int64 [{tgt_loc.numel()}]", f"{loc.dtype} {[*loc.shape]}")
     caches = [buffer.unsqueeze(1) for buffer in (*k_buffer, *v_buffer)]  # pages of one slot
     if not caches:
         return

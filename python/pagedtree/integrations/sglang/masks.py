@@ -7,7 +7,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from pagedtree._arguments import expect_shape
+from pagedtree._arguments import expect_shape, refusal
 from pagedtree.bits import packed
 from pagedtree.integrations.indices import INT32_MAX
 from pagedtree.tree import mask_words
@@ -36,26 +36,25 @@ def _cells(seq_lens: Tensor, n: int, mode: int) -> Tensor:
 
 def _packed_rows(tree_mask: Tensor, bs: int, n: int) -> Tensor:
     if n > 32:
-        raise ValueError(f"draft_token_num: expected at most 32 in a bit-packed mask, got {n}")
+        raise refusal("draft_token_num", "at most 32 in a bit-packed mask", n)
     width = 4 if n > 16 else 2 if n > 8 else 1
     raw = tree_mask.view(-1).view(torch.uint8)
     if raw.numel() < bs * n * width:
-        raise ValueError(f"tree_mask: expected at least {bs * n * width} bytes, got {raw.numel()}")
+        raise refusal("tree_mask", f"at least {bs * n * width} bytes", raw.numel())
     return raw[: bs * n * width].view(bs * n, width)
 
 
 def _flat_bytes(tree_mask: Tensor, bs: int, n: int) -> Tensor:
     if tree_mask.element_size() != 1 or tree_mask.numel() < bs * n * n:
-        raise ValueError(
-            f"tree_mask: expected at least {bs * n * n} elements of one byte, got {tree_mask.numel()} {tree_mask.dtype}"
-        )
+        wanted = f"at least {bs * n * n} elements of one byte"
+        raise refusal("tree_mask", wanted, f"{tree_mask.numel()} {tree_mask.dtype}")
     return tree_mask.view(-1).view(torch.uint8)
 
 
 def _mode(tree_mask_mode: int) -> TreeMaskMode:
     modes = [mode.value for mode in TreeMaskMode]
     if tree_mask_mode not in modes:
-        raise ValueError(f"tree_mask_mode: expected one of {modes}, got {tree_mask_mode}")
+        raise refusal("tree_mask_mode", f"one of {modes}", tree_mask_mode)
     return TreeMaskMode(tree_mask_mode)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import TreeBatch, build_trees
-from pagedtree._arguments import checked, expect_shape
+from pagedtree._arguments import checked, expect_shape, refusal
 from pagedtree.integrations.sglang.masks import write_mask
 
 LINKS = ("retrive_index", "retrive_next_token", "retrive_next_sibling")
@@ -23,7 +23,7 @@ def either_spelling(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         arguments = {name.replace("retrieve_", "retrive_"): value for name, value in kwargs.items()}
         if len(arguments) < len(kwargs):
-            raise TypeError(f"{function.__name__}: expected retrive_* or retrieve_*, got both of one argument")
+            raise refusal("retrive_*", "it or retrieve_*", "both of one argument", TypeError)
         return function(*args, **arguments)
 
     return call
@@ -73,7 +73,7 @@ def build_tree_kernel_efficient(
     """
     for name, value in (("topk", topk), ("depth", depth), ("draft_token_num", draft_token_num)):
         if value < 1:
-            raise ValueError(f"{name}: expected at least 1, got {value}")
+            raise refusal(name, "at least 1", value)
     n, bs = draft_token_num, verified_seq_len.numel()
     expect_shape([bs], verified_seq_len=verified_seq_len)
     expect_shape([bs, n - 1], selected_index=selected_index)
@@ -135,7 +135,7 @@ def reconstruct_indices_from_tree_mask(
     bs, n = batch_size, draft_token_num
     if tree_mask.element_size() != 1 or tree_mask.numel() != bs * n * n:
         got = f"{tree_mask.numel()} of {tree_mask.dtype}"
-        raise ValueError(f"tree_mask: expected {bs * n * n} elements of one byte, got {got}")
+        raise refusal("tree_mask", f"{bs * n * n} elements of one byte", got)
     expect_shape([bs], verified_seq_len=verified_seq_len)
     expect_shape([bs * n], positions=positions)
     expect_links(bs, n, retrive_index, retrive_next_token, retrive_next_sibling)

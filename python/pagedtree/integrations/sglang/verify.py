@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import SamplingParams, TreeBatch, Verdict, verify_rejection, verify_tokens
-from pagedtree._arguments import checked, expect_shape
+from pagedtree._arguments import checked, expect_shape, refusal
 from pagedtree.integrations.sglang.trees import LINKS, either_spelling, expect_links, trees_from_links
 
 OUTPUTS = ("predicts", "accept_index", "accept_token_num")
@@ -100,7 +100,7 @@ def tree_speculative_sampling_target_only(
     """
     for name, value in (("threshold_single", threshold_single), ("threshold_acc", threshold_acc)):
         if not 0 <= value <= 1:
-            raise ValueError(f"{name}: expected a number in [0, 1], got {value}")
+            raise refusal(name, "a number in [0, 1]", value)
     floats = {
         "uniform_samples": uniform_samples,
         "uniform_samples_for_final_sampling": uniform_samples_for_final_sampling,
@@ -108,7 +108,7 @@ def tree_speculative_sampling_target_only(
     }
     for name, tensor in floats.items():
         if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-            raise ValueError(f"{name}: expected fp32, got {tensor.dtype}")
+            raise refusal(name, "fp32", tensor.dtype)
     links = retrive_index, retrive_next_token, retrive_next_sibling
     trees, order, rows = _tree_arguments(predicts, accept_index, accept_token_num, candidates, *links)
     bs, n = candidates.shape
@@ -163,15 +163,15 @@ def _tree_arguments(
 ) -> tuple[TreeBatch, Tensor, Tensor]:
     """Returns the trees; order [bs, N], the caller's node for each tree node; and each one's flat row."""
     if candidates.dim() != 2:
-        raise ValueError(f"candidates: expected 2 dimensions, got {candidates.dim()}")
+        raise refusal("candidates", "2 dimensions", candidates.dim())
     bs, n = candidates.shape
     expect_shape([bs, accept_index.shape[-1]], accept_index=accept_index)
     expect_shape([bs], accept_token_num=accept_token_num)
     expect_links(bs, n, *links)
     if predicts.dim() != 1 or predicts.numel() < bs * n:
-        raise ValueError(f"predicts: expected at least {bs * n} elements in one dimension, got {[*predicts.shape]}")
+        raise refusal("predicts", f"at least {bs * n} elements in one dimension", [*predicts.shape])
     if accept_index.shape[1] < 1:
-        raise ValueError("accept_index: expected at least one column, got none")
+        raise refusal("accept_index", "at least one column", "none")
     rows, next_token, next_sibling = links
     trees, order = trees_from_links(next_token, next_sibling, min(accept_index.shape[1], n) - 1)
     return trees, order, rows.gather(1, order).long().clamp(0, max(bs * n - 1, 0))

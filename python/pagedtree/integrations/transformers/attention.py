@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from pagedtree import tree_attention
+from pagedtree._arguments import argument_error, refusal
 from pagedtree._C import HEAD_DIMS
 from pagedtree.bits import packed
 from pagedtree.integrations.masks import all_visible
@@ -21,6 +22,7 @@ from pagedtree.integrations.transformers.latent import attend_latent, is_absorbe
 from pagedtree.integrations.transformers.packed_pass import running_pass
 
 NAME = "pagedtree"
+IMPLEMENTATION = f'attention implementation "{NAME}"'
 
 
 def register() -> None:
@@ -94,7 +96,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 def _refuse_unsupported(module: nn.Module, key: Tensor, value: Tensor, dropout: float, kwargs: dict[str, Any]) -> None:
     def refuse(what: str) -> None:
-        raise ValueError(f'attention implementation "{NAME}": {what}; choose another attn_implementation')
+        raise argument_error(IMPLEMENTATION, f"{what}; choose another attn_implementation")
 
     k_dim, v_dim = key.shape[-1], value.shape[-1]
     if (k_dim, v_dim) not in HEAD_DIMS:
@@ -162,15 +164,11 @@ def _mask_words(mask: Tensor, *sizes: int) -> Tensor:
 def _pack_mask(mask: Tensor, batch: int, num_queries: int, kv_len: int) -> Tensor:
     """Returns a 4-D transformers mask as int32 [B * T, ceil(S / 32)]: bit j % 32 of word j // 32 = key j is visible."""
     if mask.ndim != 4 or mask.shape[1] != 1:
-        raise ValueError(
-            f'attention implementation "{NAME}": `attention_mask` must be [B, 1, T, S], got {list(mask.shape)}'
-        )
+        raise refusal(f"{IMPLEMENTATION}: attention_mask", "[B, 1, T, S]", list(mask.shape))
     visible = mask[:, 0, :, :kv_len].expand(batch, num_queries, kv_len)
     if visible.dtype != torch.bool:
         hidden = visible <= -10000  # as old scripts hide keys in fp16
         if bool(((visible != 0) & ~hidden).any()):
-            raise ValueError(
-                f'attention implementation "{NAME}": `attention_mask` must be bool, or 0 and at most -10000, got a bias'
-            )
+            raise refusal(f"{IMPLEMENTATION}: attention_mask", "bool, or 0 and at most -10000", "a bias")
         visible = ~hidden
     return packed(visible).flatten(0, 1)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 from transformers.utils import logging
 
 from pagedtree import _C, SamplingParams
+from pagedtree._arguments import refusal
 from pagedtree.generation.drafters import Drafter, NgramDrafter
 from pagedtree.integrations.transformers.generate import generate
 from pagedtree.integrations.transformers.generation_config import ConfigFields, config_fields
@@ -80,12 +81,12 @@ def _run(args: argparse.Namespace) -> None:
     for name in ("model", "draft", "drafter"):
         folder = getattr(args, name)
         if folder is not None and not Path(folder, "config.json").is_file():
-            raise ValueError(f"--{name}: expected a folder with config.json, got {folder}")
+            raise refusal(f"--{name}", "a folder with config.json", folder)
     logging.disable_progress_bar()
     tokenizer = _loaded("--model", args.model, AutoTokenizer.from_pretrained)
     prompt = tokenizer(text)["input_ids"]
     if not prompt:
-        raise ValueError("--prompt: expected a text of at least one token, got one of none")
+        raise refusal("--prompt", "a text of at least one token", "one of none")
     model = _loaded("--model", args.model, AutoModelForCausalLM.from_pretrained, dtype=args.dtype or "auto")
     if args.dtype is None and args.device == "cpu" and not is_fast(model.dtype):
         model = model.float()
@@ -130,7 +131,7 @@ def _text(prompt: str | None) -> str:
     try:
         return (sys.stdin.buffer.read() if prompt is None else os.fsencode(prompt)).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"--prompt: expected UTF-8, got byte 0x{error.object[error.start]:02x}") from None
+        raise refusal("--prompt", "UTF-8", f"byte 0x{error.object[error.start]:02x}") from None
 
 
 def _loaded(option: str, folder: str, load: Callable[..., Any], *rest: Any, **options: Any) -> Any:
@@ -139,7 +140,7 @@ def _loaded(option: str, folder: str, load: Callable[..., Any], *rest: Any, **op
         return load(folder, *rest, **options)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{option}: expected a checkpoint that can be loaded, got {folder}: {reason}") from error
+        raise refusal(option, "a checkpoint that can be loaded", f"{folder}: {reason}") from error
 
 
 def _drafter(args: argparse.Namespace, model: Any) -> Drafter | None:
@@ -158,7 +159,7 @@ def _params(args: argparse.Namespace, config: ConfigFields) -> SamplingParams | 
         for name in (*FILTERS[1:], "seed"):
             if getattr(args, name) is not None:
                 option = f"--{name.replace('_', '-')}"
-                raise ValueError(f"{option}: expected --temperature above 0 with it, got greedy decoding")
+                raise refusal(option, "--temperature above 0 with it", "greedy decoding")
     given = {name: getattr(args, name) for name in FILTERS if getattr(args, name) is not None}
     return dataclasses.replace(config.params() or SamplingParams(temperature=0.0), **given) if given else None
 

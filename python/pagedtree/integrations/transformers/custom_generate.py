@@ -14,6 +14,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from pagedtree import SamplingParams
+from pagedtree._arguments import refusal
 from pagedtree.generation.drafters import StepResult
 from pagedtree.generation.stats import GenerationStats
 from pagedtree.generation.token_options import TokenOptions
@@ -77,14 +78,14 @@ def tree_generate(
     streamer = given.get("streamer")
     with to_its_end(streamer):
         if stop_strings is not None and stop_tokenizer is None:
-            raise ValueError("stop_strings: expected stop_tokenizer=, as transformers keeps tokenizer=, got None")
+            raise refusal("stop_strings", "stop_tokenizer=, as transformers keeps tokenizer=", "None")
         _check_given(given, len(input_ids))
         mode = generation_config.get_generation_mode().value
         if mode not in ("greedy_search", "sample"):
-            raise ValueError(f"tree_generate: expected greedy search or sampling, got {mode}")
+            raise refusal("generation_config", "greedy search or sampling", mode)
         names = [name for name in OUTPUTS if getattr(generation_config, name, None)]
         if names:
-            raise ValueError(f"tree_generate: expected sequences alone as output, got {', '.join(names)}")
+            raise refusal("generation_config", "sequences alone as output", ", ".join(names))
         params = SamplingParams() if generation_config.do_sample else None
         max_length, eos_token_id = _limits(stopping_criteria)
         attention_mask = _attention_mask(input_ids, model_kwargs)
@@ -110,7 +111,7 @@ def tree_generate(
 def _limits(criteria: Any) -> tuple[int, list[int]]:
     unknown = [type(c).__name__ for c in criteria if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria))]
     if unknown:
-        raise ValueError(f"tree_generate: expected no stopping criterion but length and EOS, got {', '.join(unknown)}")
+        raise refusal("stopping_criteria", "none but length and EOS", ", ".join(unknown))
     lengths = [criterion.max_length for criterion in criteria if isinstance(criterion, MaxLengthCriteria)]
     eos = [criterion.eos_token_id for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
     return min(lengths), [token for tokens in eos for token in tokens.tolist()]
@@ -119,14 +120,14 @@ def _limits(criteria: Any) -> tuple[int, list[int]]:
 def _attention_mask(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor | None:
     names = [name for name, value in model_kwargs.items() if name not in PREPARED and not _is_empty(value)]
     if names:
-        raise ValueError(f"tree_generate: expected no inputs but tokens and a mask, got {', '.join(names)}")
+        raise refusal("model_kwargs", "no inputs but tokens and a mask", ", ".join(names))
     mask: Tensor | None = model_kwargs.get("attention_mask")
     positions = model_kwargs.get("position_ids")
     if positions is not None:
         kept = torch.ones_like(input_ids) if mask is None else mask.long()
         implied = ((kept.cumsum(-1) - 1) * kept).expand(*positions.shape[:-2], -1, -1)  # some have planes of positions
         if positions.shape != implied.shape or not torch.equal(positions * kept, implied):
-            raise ValueError("position_ids: expected those that the attention mask implies, got others")
+            raise refusal("position_ids", "those that the attention mask implies", "others")
     return mask
 
 
@@ -155,8 +156,8 @@ def _given(model: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _check_given(given: dict[str, Any], num_sequences: int) -> None:
     if given.get("streamer") is not None and num_sequences != 1:
-        raise ValueError(f"streamer: expected one sequence, got {num_sequences}")
+        raise refusal("streamer", "one sequence", num_sequences)
     for name, expected in REFUSED.items():
         value = given.get(name)
         if value is not None and value is not False:
-            raise ValueError(f"{name}: expected {expected}, got {value if value is True else type(value).__name__}")
+            raise refusal(name, expected, value if value is True else type(value).__name__)

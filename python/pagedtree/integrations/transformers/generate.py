@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import SamplingParams
+from pagedtree._arguments import refusal
 from pagedtree.generation.drafters.base import Drafter, NoDrafter, StepResult, as_drafter
 from pagedtree.generation.engine import Engine
 from pagedtree.generation.fixed_step import check_device
@@ -215,7 +216,7 @@ def _scheduler(
     _limit_lengths(packed, sequences)
     at_once = check_rotation(packed.model, sequences, packed.is_recurrent)
     if segment is not None and at_once:
-        raise ValueError("segment: expected None for prompts that must be read at once, as rotary frequencies change")
+        raise refusal("segment", "None for prompts that must be read at once, as rotary frequencies change")
     if num_pages is None:
         max_nodes = drafter.max_nodes or ASSUMED_MAX_NODES
         needed = sorted((-(-(s.max_length + max_nodes) // page_size) + 1 for s in sequences), reverse=True)
@@ -225,10 +226,8 @@ def _scheduler(
     scheduler = Scheduler(sequences, cache, max(max_batch_tokens, at_once), max_sequences)
     scheduler.check_capacity(drafter.max_nodes or 1)
     if packed.is_recurrent and drafter.max_nodes > MAX_RECURRENT_NODES:
-        raise ValueError(
-            f"drafter: expected trees of at most {MAX_RECURRENT_NODES} nodes for a model with recurrent layers, got"
-            f" max_nodes {drafter.max_nodes}"
-        )
+        wanted = f"trees of at most {MAX_RECURRENT_NODES} nodes for a model with recurrent layers"
+        raise refusal("drafter", wanted, f"max_nodes {drafter.max_nodes}")
     return scheduler
 
 
@@ -239,7 +238,7 @@ def _run(
     if policy.cuda_graph:
         _check_graph(model, drafter, packed.device, policy)
     if streamer is not None and len(scheduler.waiting) != 1:
-        raise ValueError(f"streamer: expected one sequence, as in transformers, got {len(scheduler.waiting)}")
+        raise refusal("streamer", "one sequence, as in transformers", len(scheduler.waiting))
     config = getattr(drafter.model, "config", None)
     things = (model, model.config, drafter.given, drafter.model, config, *drafter.networks)
     with in_turn(*(thing for thing in things if thing is not None)):
@@ -272,10 +271,8 @@ def _limit_lengths(packed: TransformersModel, sequences: list[GeneratedSequence]
         return
     longest = max(late, key=lambda sequence: sequence.prompt_len)
     if longest.prompt_len > count:
-        raise ValueError(
-            f"input_ids: expected prompts of at most {count} tokens, the positions of the model's table, got"
-            f" {longest.prompt_len} in prompt {longest.group}"
-        )
+        wanted = f"prompts of at most {count} tokens, the positions of the model's table"
+        raise refusal("input_ids", wanted, f"{longest.prompt_len} in prompt {longest.group}")
     warnings.warn(
         f"max_new_tokens: prompt {longest.group} of {longest.prompt_len} tokens gets at most"
         f" {count + 1 - longest.prompt_len} more, as the model's table has {count} positions",
@@ -287,25 +284,23 @@ def _limit_lengths(packed: TransformersModel, sequences: list[GeneratedSequence]
 
 def _check_graph(model: Any, drafter: Drafter, device: torch.device, policy: Policy) -> None:
     if autocast_dtype(device) is not None:
-        raise ValueError(
-            "cuda_graph: expected False within torch.autocast, whose converted weights a graph cannot keep"
-        )
+        raise refusal("cuda_graph", "False within torch.autocast, whose converted weights a graph cannot keep")
     check_device(device)
     for name, network in (("model", model), ("drafter", drafter.model)):
         check_constant(f"cuda_graph: {name}", network)
         if isinstance(network, torch.nn.Module) and any(weight.is_meta for weight in network.parameters()):
-            raise ValueError(f"cuda_graph: {name}: expected weights on the GPU, got offloaded ones (device meta)")
+            raise refusal(f"cuda_graph: {name}", "weights on the GPU", "offloaded ones (device meta)")
     if policy.sampling.shards is not None:
-        raise ValueError("shards: expected None with cuda_graph, got a VocabShards")
+        raise refusal("shards", "None with cuda_graph", "a VocabShards")
     if policy.grammars is not None:
-        raise ValueError("grammars: expected None with cuda_graph, whose step cannot wait for masks from the host")
+        raise refusal("grammars", "None with cuda_graph, whose step cannot wait for masks from the host")
     if policy.share_prefix:
-        raise ValueError("share_prefix: expected None or False with cuda_graph, whose step reads all pages, got True")
+        raise refusal("share_prefix", "None or False with cuda_graph, whose step reads all pages", "True")
 
 
 def _tuner(model: Any, drafter: Drafter, policy: Policy) -> TreeTuner | None:
     if policy.tree not in (None, "auto"):
-        raise ValueError(f'tree: expected None or "auto", got {policy.tree!r}')
+        raise refusal("tree", 'None or "auto"', repr(policy.tree))
     # A captured step drafts the same tree each time, and shard ranks would choose by different clocks.
     is_fixed = policy.tree is None or policy.cuda_graph or policy.sampling.shards is not None
     if is_fixed or isinstance(drafter, NoDrafter):

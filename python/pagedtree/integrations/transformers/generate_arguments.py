@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import SamplingParams
+from pagedtree._arguments import refusal
 from pagedtree.generation.drafters import Drafter
 from pagedtree.generation.grammar_steps import GrammarSteps
 from pagedtree.generation.logprobs import LogprobReader
@@ -37,17 +38,17 @@ ENCODED = {"input_ids", "attention_mask", "token_type_ids"}
 def at_least_one(**sizes: int) -> None:
     for name, size in sizes.items():
         if integer(name, size) < 1:
-            raise ValueError(f"{name}: expected at least 1, got {size}")
+            raise refusal(name, "at least 1", size)
 
 
 def check_segment(segment: int, tree: str | None, share_prefix: bool | None) -> None:
     """Raises ValueError for a segment that plans do not take, and for what looks at the batch."""
     if integer("segment", segment) < 64 or segment % 64:
-        raise ValueError(f"segment: expected a multiple of 64, at least 64, or None, got {segment}")
+        raise refusal("segment", "a multiple of 64, at least 64, or None", segment)
     if tree is not None:
-        raise ValueError(f"tree: expected None with segment, as the best tree depends on the batch, got {tree!r}")
+        raise refusal("tree", "None with segment, as the best tree depends on the batch", repr(tree))
     if share_prefix:
-        raise ValueError("share_prefix: expected None or False with segment, as it depends on the batch, got True")
+        raise refusal("share_prefix", "None or False with segment, as it depends on the batch", "True")
 
 
 def _is_switch(value: Any) -> bool:
@@ -75,8 +76,8 @@ def check_kinds(**values: Any) -> None:
         kind, is_one = _KINDS[name]
         if value is not None and not is_one(value):
             if is_one is _is_switch:
-                raise ValueError(f"{name}: expected {kind} or None, got {value!r}")
-            raise TypeError(f"{name}: expected {kind} or None, got {type(value).__name__}")
+                raise refusal(name, f"{kind} or None", repr(value))
+            raise refusal(name, f"{kind} or None", type(value).__name__, TypeError)
 
 
 @dataclass
@@ -135,23 +136,23 @@ class Prompts:
     def of_sequences(self, name: str, values: Any) -> list[Any]:
         """Returns one value per sequence, from one per prompt or sequence."""
         if isinstance(values, str | Mapping) or not isinstance(values, Sequence):
-            raise TypeError(f"{name}: expected one value, or a list with one per prompt, got {type(values).__name__}")
+            raise refusal(name, "one value, or a list with one per prompt", type(values).__name__, TypeError)
         if len(values) not in (len(self), len(self) * self.n):
-            raise ValueError(f"{name}: expected a value for each of {len(self)} prompts, got {len(values)}")
+            raise refusal(name, f"a value for each of {len(self)} prompts", len(values))
         return [value for value in values for _ in range(self.n)] if len(values) == len(self) else list(values)
 
 
 def _prompts_and_mask(input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
     if isinstance(input_ids, Mapping):
         if attention_mask is not None:
-            raise ValueError("attention_mask: expected none beside a BatchEncoding or dict, which may hold it")
+            raise refusal("attention_mask", "none beside a BatchEncoding or dict, which may hold it")
         names = [name for name in input_ids if name not in ENCODED]
         if names or "input_ids" not in input_ids:
-            raise ValueError(f"input_ids: expected input_ids and attention_mask in the dict, got {list(input_ids)}")
+            raise refusal("input_ids", "input_ids and attention_mask in the dict", list(input_ids))
         kinds: Any = input_ids.get("token_type_ids")
         rows = kinds.tolist() if hasattr(kinds, "tolist") else kinds or []
         if any(any(row) if isinstance(row, list | tuple) else row for row in rows):
-            raise ValueError("input_ids: expected token_type_ids of 0, got others")
+            raise refusal("input_ids", "token_type_ids of 0", "others")
         input_ids, attention_mask = input_ids["input_ids"], input_ids.get("attention_mask")
         if isinstance(input_ids, list) and input_ids and isinstance(input_ids[0], Integral):  # a single text
             input_ids, attention_mask = [input_ids], None if attention_mask is None else [attention_mask]
@@ -162,13 +163,13 @@ def _prompts_and_mask(input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
     try:
         return input_ids, None if attention_mask is None else torch.as_tensor(attention_mask)
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"attention_mask: expected zeros and ones [B, L], {error}") from None
+        raise refusal("attention_mask", f"zeros and ones [B, L], {error}") from None
 
 
 def _without_masked(prompts: Any, mask: Any) -> list[list[int]]:
     prompts = _lists(prompts)
     if not isinstance(mask, list | tuple) or [len(row) for row in mask] != [len(prompt) for prompt in prompts]:
-        raise ValueError("attention_mask: expected an entry for each token of input_ids, got others")
+        raise refusal("attention_mask", "an entry for each token of input_ids", "others")
     return [[token for token, kept in zip(*pair, strict=True) if kept] for pair in zip(prompts, mask, strict=True)]
 
 
@@ -176,21 +177,19 @@ def _token_lists(input_ids: Any, attention_mask: Tensor | None, vocab_size: int,
     if isinstance(input_ids, Tensor):
         is_integer = not input_ids.is_floating_point() and input_ids.dtype != torch.bool
         if input_ids.is_nested or input_ids.ndim != 2 or not is_integer:
-            raise ValueError(
-                f"input_ids: expected integers [B, L], got {input_ids.dtype} {list(input_ids.shape)}; a list for"
-                " prompts of different lengths"
-            )
+            found = f"{input_ids.dtype} {list(input_ids.shape)}; a list for prompts of different lengths"
+            raise refusal("input_ids", "integers [B, L]", found)
         if attention_mask is not None:
             keep = attention_mask.bool()
         else:
             keep = torch.ones_like(input_ids, dtype=torch.bool) if pad is None else input_ids != pad
         if keep.shape != input_ids.shape:
-            raise ValueError(f"attention_mask: expected {list(input_ids.shape)}, got {list(keep.shape)}")
+            raise refusal("attention_mask", list(input_ids.shape), list(keep.shape))
         pairs = zip(input_ids.tolist(), keep.tolist(), strict=True)
         prompts = [[token for token, kept in zip(*pair, strict=True) if kept] for pair in pairs]
     else:
         if attention_mask is not None:
-            raise ValueError("attention_mask: expected none with a list of prompts")
+            raise refusal("attention_mask", "none with a list of prompts")
         prompts = _lists(input_ids)
     for b, prompt in enumerate(prompts):
         _check_tokens(prompt, b, vocab_size)
@@ -199,27 +198,25 @@ def _token_lists(input_ids: Any, attention_mask: Tensor | None, vocab_size: int,
 
 def _lists(input_ids: Any) -> list[list[Any]]:
     if not hasattr(input_ids, "__iter__"):
-        raise TypeError(f"input_ids: expected prompts, got {type(input_ids).__name__}")
+        raise refusal("input_ids", "prompts", type(input_ids).__name__, TypeError)
     prompts = list(input_ids)
     if isinstance(input_ids, str) or any(isinstance(prompt, str) for prompt in prompts):
-        raise ValueError("input_ids: expected token ids, got text; the tokenizer makes ids of it")
+        raise refusal("input_ids", "token ids", "text; the tokenizer makes ids of it")
     if any(isinstance(prompt, Integral) for prompt in prompts):
-        raise ValueError("input_ids: expected a list of prompts, got a list of ids; for one prompt pass [input_ids]")
+        raise refusal("input_ids", "a list of prompts", "a list of ids; for one prompt pass [input_ids]")
     for b, prompt in enumerate(prompts):
         if not hasattr(prompt, "__iter__"):
-            raise TypeError(f"input_ids: expected token ids, got {type(prompt).__name__} as prompt {b}")
+            raise refusal("input_ids", "token ids", f"{type(prompt).__name__} as prompt {b}", TypeError)
     lists = [prompt.tolist() if hasattr(prompt, "tolist") else list(prompt) for prompt in prompts]
     return [prompt if isinstance(prompt, list) else [prompt] for prompt in lists]  # a tensor of no dimension
 
 
 def _check_tokens(prompt: list[Any], b: int, vocab_size: int) -> None:
     if not prompt or not all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompt):
-        raise ValueError(
-            f"input_ids: expected at least one token in one dimension, got {reprlib.repr(prompt)} as prompt {b}"
-        )
+        raise refusal("input_ids", "at least one token in one dimension", f"{reprlib.repr(prompt)} as prompt {b}")
     wrong = min(prompt) if min(prompt) < 0 else max(prompt)
     if not 0 <= wrong < vocab_size:
-        raise ValueError(f"input_ids: expected ids of the model's {vocab_size} tokens, got {wrong} in prompt {b}")
+        raise refusal("input_ids", f"ids of the model's {vocab_size} tokens", f"{wrong} in prompt {b}")
 
 
 def eos_tokens(model: Any, eos_token_id: Any) -> list[int]:
@@ -240,9 +237,9 @@ def pad_token(model: Any, pad_token_id: Any) -> int | None:
 def integer(name: str, value: Any) -> int:
     value = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
     if not isinstance(value, Integral) or isinstance(value, bool):
-        raise ValueError(f"{name}: expected an integer, got {value!r}")
+        raise refusal(name, "an integer", repr(value))
     if not -(2**63) <= int(value) < 2**63:
-        raise ValueError(f"{name}: expected an integer of 64 bits, got {value}")
+        raise refusal(name, "an integer of 64 bits", value)
     return int(value)
 
 
@@ -284,7 +281,7 @@ class Request:
             if not isinstance(value, Tensor) or value.ndim == 0:
                 continue
             if value.ndim != 1 or value.shape[0] not in (1, num_prompts, num_sequences):
-                raise ValueError(f"params: expected {field.name} of {num_prompts} prompts, got {list(value.shape)}")
+                raise refusal("params", f"{field.name} of {num_prompts} prompts", list(value.shape))
             expanded[field.name] = value.repeat_interleave(num_sequences // value.shape[0]) if len(value) else value
         return replace(params, **expanded)
 
@@ -292,9 +289,9 @@ class Request:
         try:
             tensor = torch.arange(count, dtype=torch.int64) if self.seeds is None else torch.as_tensor(self.seeds)
         except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"seeds: expected {count} integers, {error}") from None
+            raise refusal("seeds", f"{count} integers, {error}") from None
         if tensor.shape != (count,) or tensor.is_floating_point():
-            raise ValueError(f"seeds: expected {count} integers, got {tensor.dtype} {list(tensor.shape)}")
+            raise refusal("seeds", f"{count} integers", f"{tensor.dtype} {list(tensor.shape)}")
         return tensor
 
     def _options(self) -> list[TokenOptions]:
@@ -302,7 +299,7 @@ class Request:
         options = self.prompts.of_sequences("options", [self.options] * len(self.prompts) if is_one else self.options)
         for option in options:
             if option is not None and not isinstance(option, TokenOptions):
-                raise TypeError(f"options: expected TokenOptions or None, got {type(option).__name__}")
+                raise refusal("options", "TokenOptions or None", type(option).__name__, TypeError)
         n = self.prompts.n
         return [self.read.on_options(option or TokenOptions(), i // n) for i, option in enumerate(options)]
 
@@ -315,7 +312,7 @@ class Request:
         most, n = self.max_new_tokens, self.prompts.n
         for count in lengths:
             if not 0 <= count <= most:
-                raise ValueError(f"min_new_tokens: expected 0..max_new_tokens, {most}, got {count}")
+                raise refusal("min_new_tokens", f"0..max_new_tokens, {most}", count)
         return [min(max(count, self.read.min_new_tokens[i // n]), most) for i, count in enumerate(lengths)]
 
 
@@ -323,29 +320,29 @@ def grammars_of(grammars: Any, num_sequences: int, vocab: int, eos_ids: list[int
     if grammars is None:
         return None
     if isinstance(grammars, GrammarMatcher) or not isinstance(grammars, Sequence):
-        raise TypeError(f"grammars: expected a list with a matcher or None per sequence, got {type(grammars).__name__}")
+        raise refusal("grammars", "a list with a matcher or None per sequence", type(grammars).__name__, TypeError)
     if len(grammars) != num_sequences:
-        raise ValueError(f"grammars: expected {num_sequences} matchers, one per sequence or None, got {len(grammars)}")
+        raise refusal("grammars", f"{num_sequences} matchers, one per sequence or None", len(grammars))
     for i, matcher in enumerate(grammars):
         if matcher is None:
             continue
         if not isinstance(matcher, GrammarMatcher):
-            raise TypeError(f"grammars: expected a GrammarMatcher or None as number {i}, got {type(matcher).__name__}")
+            raise refusal("grammars", f"a GrammarMatcher or None as number {i}", type(matcher).__name__, TypeError)
         if any(matcher is other for other in grammars[:i]):
-            raise ValueError(f"grammars: expected a matcher of its own for each sequence, got number {i} twice")
+            raise refusal("grammars", "a matcher of its own for each sequence", f"number {i} twice")
         if matcher.is_terminated():
-            raise ValueError(f"grammars: expected texts that are not complete, got a complete one as number {i}")
+            raise refusal("grammars", "texts that are not complete", f"a complete one as number {i}")
     return None if all(matcher is None for matcher in grammars) else GrammarSteps(grammars, vocab, eos_ids)
 
 
 def logprobs_of(logprobs: Any, mode: str, vocab: int, is_sharded: bool) -> LogprobReader | None:
     if mode not in ("raw", "processed"):
-        raise ValueError(f'logprobs_mode: expected "raw" or "processed", got {mode!r}')
+        raise refusal("logprobs_mode", '"raw" or "processed"', repr(mode))
     if logprobs is None:
         return None
     if is_sharded:
-        raise ValueError("logprobs: expected None with shards, whose logits no rank has whole")
+        raise refusal("logprobs", "None with shards, whose logits no rank has whole")
     top_n, most = integer("logprobs", logprobs), min(vocab, MOST_LOGPROBS)
     if not 0 <= top_n <= most:
-        raise ValueError(f"logprobs: expected None or 0..{most}, got {top_n}")
+        raise refusal("logprobs", f"None or 0..{most}", top_n)
     return LogprobReader(top_n, mode == "processed")

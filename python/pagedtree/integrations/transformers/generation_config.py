@@ -11,6 +11,7 @@ from typing import Any
 from transformers import GenerationConfig, generation
 
 from pagedtree import SamplingParams
+from pagedtree._arguments import argument_error, refusal
 from pagedtree.generation.stop_strings import StopStrings
 from pagedtree.integrations.transformers.generate_arguments import integer
 from pagedtree.integrations.transformers.logits_processors import WARPERS, Processors, known_tokens, read_processors
@@ -147,7 +148,7 @@ def config_fields(
     """
     if not isinstance(follow, bool):
         kind = type(follow).__name__
-        raise TypeError(f"generation_config: expected True or False, got {kind}; True takes model.generation_config")
+        raise refusal("generation_config", "True or False", f"{kind}; True takes model.generation_config", TypeError)
     config = model.generation_config
     if config is None or not follow:
         return ConfigFields()
@@ -156,7 +157,7 @@ def config_fields(
     values = {name: getattr(config, name, None) for name in KNOWN}
     values |= {name: defaults.get(name) for name, value in values.items() if value is None}
     if not isinstance(values["do_sample"], bool | None):
-        raise ValueError(f"generation_config: do_sample: expected True or False, got {values['do_sample']!r}")
+        raise refusal("generation_config: do_sample", "True or False", repr(values["do_sample"]))
     is_sampled = bool(values["do_sample"]) and params is None and rule != "greedy"
     replaced = {name for name, value in given.items() if value is not None}
     replaced |= ONLY_GREEDY if is_sampled else {"do_sample", *ONLY_SAMPLED}
@@ -167,9 +168,7 @@ def config_fields(
     acting = {name: values[name] for name in KNOWN if name not in (IGNORED | replaced) and _acts(name, values[name])}
     fields = {name: value for name, value in acting.items() if name not in SERVED}
     if fields:
-        raise ValueError(
-            f"generation_config: expected fields that draft trees can follow, got {ConfigFields(fields)}; {ADVICE}"
-        )
+        raise refusal("generation_config", "fields that draft trees can follow", f"{ConfigFields(fields)}; {ADVICE}")
     return ConfigFields(acting)
 
 
@@ -189,4 +188,4 @@ def _named(*names: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise ValueError(f"{': '.join(['generation_config', *names])}: {error}; {ADVICE}") from None
+        raise argument_error(": ".join(["generation_config", *names]), f"{error}; {ADVICE}") from None

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pagedtree._arguments import refusal
 from pagedtree.generation.paged_step import PagedStep
 from pagedtree.integrations.transformers.forwards import with_forwards
 
@@ -29,24 +30,20 @@ def latent_layers(model: nn.Module) -> list[nn.Module]:
 def _is_served(module: Any) -> bool:
     name = type(module).__name__
     if hasattr(module, "indexer"):
-        raise ValueError(f"model: expected latent attention to every token, but {name} chooses tokens by an indexer")
+        raise refusal("model", f"latent attention to every token, but {name} chooses tokens by an indexer")
     sizes = getattr(module, "kv_lora_rank", None), getattr(module, "qk_rope_head_dim", None)
     if sizes != (LATENT_DIM, ROPE_DIM) or not hasattr(module, "expand_kv"):
         if getattr(module, "qk_head_dim", 0) == getattr(module, "v_head_dim", None):
             return False
-        raise ValueError(
-            f"model: expected latent attention of kv_lora_rank {LATENT_DIM} and qk_rope_head_dim {ROPE_DIM}, as"
-            f" transformers 5.23 writes it, got {name} of kv_lora_rank {sizes[0]} and qk_rope_head_dim {sizes[1]}"
-        )
+        wanted = f"latent attention of kv_lora_rank {LATENT_DIM} and qk_rope_head_dim {ROPE_DIM}, as in transformers"
+        raise refusal("model", wanted, f"{name} of kv_lora_rank {sizes[0]} and qk_rope_head_dim {sizes[1]}")
     linear = module.kv_b_proj
     weight = _weight(module)
     # The weight is used without the forward around it, so that may do nothing but multiply.
     is_plain = type(linear) is nn.Linear and linear.bias is None and type(weight) in (Tensor, nn.Parameter)
     if not is_plain or weight.is_meta or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(
-            "model: expected a kv_b_proj that is a torch.nn.Linear without bias, neither quantised nor offloaded nor"
-            f" changed by an adapter, got {type(linear).__name__} of {weight.dtype} on {weight.device} in {name}"
-        )
+        wanted = "a kv_b_proj that is a torch.nn.Linear without bias, not quantised, offloaded or changed by an adapter"
+        raise refusal("model", wanted, f"{type(linear).__name__} of {weight.dtype} on {weight.device} in {name}")
     return True
 
 

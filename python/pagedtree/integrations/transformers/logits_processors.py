@@ -25,6 +25,7 @@ from transformers.generation import (
 )
 
 from pagedtree import SamplingParams
+from pagedtree._arguments import refusal
 from pagedtree.generation.token_options import TokenOptions
 
 # In the order in which transformers applies them.
@@ -67,10 +68,10 @@ class Processors:
         set_here = {*self.params, *(FILTERS if FILTERS & set(self.params) else ())}
         if params is None:
             if FILTERS & set_here:
-                raise ValueError(f"logits_processor: expected params with {', '.join(self.params)}, got None = greedy")
+                raise refusal("logits_processor", f"params with {', '.join(self.params)}", "None = greedy")
             params = SamplingParams(temperature=0.0)
         elif any(_is_set(params, name) for name in set_here):
-            raise ValueError(f"params: expected no {', '.join(sorted(set_here))} beside logits_processor's")
+            raise refusal("params", f"no {', '.join(sorted(set_here))} beside logits_processor's")
         return replace(params, **self.params)
 
     def on_options(self, options: TokenOptions, prompt: int) -> TokenOptions:
@@ -99,18 +100,16 @@ def read_processors(
     names = [type(processor).__name__ for processor in processors]
     unknown = [name for name, processor in zip(names, processors, strict=True) if type(processor) not in KNOWN]
     if unknown:
-        raise ValueError(
-            f"logits_processor: expected those that draft trees can follow ({', '.join(k.__name__ for k in KNOWN)}),"
-            f" got {', '.join(unknown)}"
-        )
+        wanted = f"those that draft trees can follow ({', '.join(k.__name__ for k in KNOWN)})"
+        raise refusal("logits_processor", wanted, ", ".join(unknown))
     places = [_place(processor) for processor in processors]
     ordered = [place for place in places if place != 2]
     warpers_begin = next((i for i, place in enumerate(places) if place > 2), len(places))
     if ordered != sorted(ordered) or any(place <= 2 for place in places[warpers_begin:]):
-        raise ValueError(f"logits_processor: expected them in transformers' order, got {', '.join(names)}")
+        raise refusal("logits_processor", "them in transformers' order", ", ".join(names))
     once = [place for place in places if place not in (0, 2)]
     if len(once) != len(set(once)) or any(getattr(p, "min_tokens_to_keep", 1) != 1 for p in processors):
-        raise ValueError(f"logits_processor: expected processors as transformers makes them, got {', '.join(names)}")
+        raise refusal("logits_processor", "processors as transformers makes them", ", ".join(names))
     widths = [len(prompt) if width is None else width for prompt in prompts]
     read = Processors(_sampling(processors), [0] * len(prompts), [True] * len(prompts))
     for processor in processors:
@@ -142,7 +141,7 @@ def _sampling(processors: list[Any]) -> dict[str, Any]:
     """Returns the warpers as fields of `SamplingParams`. transformers filters by top_k, then top_p, then min_p."""
     values = {WARPERS[type(p)]: getattr(p, WARPERS[type(p)]) for p in processors if type(p) in WARPERS}
     if {"top_k", "top_p", "min_p"} <= set(values):
-        raise ValueError("top_k, top_p, min_p: expected at most two of them (top_k=0 is off), got all")
+        raise refusal("top_k, top_p, min_p", "at most two of them (top_k=0 is off)", "all")
     # min_p keeps the same tokens as on the unfiltered distribution, and so does top_p without top_k.
     if {"top_p", "min_p"} <= set(values):
         values["filter_order"] = "joint"
@@ -157,13 +156,13 @@ def _read(
             ids = [int(token) for token in tokens]
             if not ids or max(ids) >= vocab or math.isnan(bias):
                 name = "bad_words_ids" if isinstance(processor, NoBadWordsLogitsProcessor) else "sequence_bias"
-                raise ValueError(f"{name}: expected ids of the model's {vocab} logits and a bias, got {ids}: {bias}")
+                raise refusal(name, f"ids of the model's {vocab} logits and a bias", f"{ids}: {bias}")
             if bias == -math.inf:
                 read.bad_words.append(ids)
             elif len(ids) == 1:
                 read.bias[ids[0]] = read.bias.get(ids[0], 0.0) + bias
             else:
-                raise ValueError(f"sequence_bias: expected single tokens, or -inf for several, got {bias} for {ids}")
+                raise refusal("sequence_bias", "single tokens, or -inf for several", f"{bias} for {ids}")
     elif isinstance(processor, RepetitionPenaltyLogitsProcessor):
         read.params["repetition_penalty"] = processor.penalty
         _read_ignored(getattr(processor, "prompt_ignore_length", None), read, widths, lengths)
@@ -171,12 +170,12 @@ def _read(
         read.bad_words += [[token] for token in known_tokens(processor.suppress_tokens, vocab)]
     elif isinstance(processor, SuppressTokensAtBeginLogitsProcessor):
         if any(processor.begin_index != width for width in widths):
-            raise ValueError(f"begin_index: expected the prompts' width, {widths}, got {processor.begin_index}")
+            raise refusal("begin_index", f"the prompts' width, {widths}", processor.begin_index)
         read.begin_suppress_tokens += known_tokens(processor.begin_suppress_tokens, vocab)
     elif isinstance(processor, (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor)):
         ids = processor.eos_token_id.flatten().tolist()
         if set(ids) != set(eos_ids):
-            raise ValueError(f"min_new_tokens: expected to forbid the tokens that end a text, {eos_ids}, got {ids}")
+            raise refusal("min_new_tokens", f"to forbid the tokens that end a text, {eos_ids}", ids)
         if isinstance(processor, MinLengthLogitsProcessor):
             least = processor.min_length
         else:
@@ -191,12 +190,10 @@ def _read_ignored(ignored: Any, read: Processors, widths: list[int], lengths: li
         return
     counts = ignored.tolist() if isinstance(ignored, Tensor) else [ignored] * len(widths)
     if len(counts) != len(widths):
-        raise ValueError(f"prompt_ignore_length: expected one per prompt, {len(widths)}, got {len(counts)}")
+        raise refusal("prompt_ignore_length", f"one per prompt, {len(widths)}", len(counts))
     for b, (count, width, length) in enumerate(zip(counts, widths, lengths, strict=True)):
         if count == width and length:
             read.penalize_prompt[b] = False
         elif count > width - length:
-            raise ValueError(
-                f"prompt_ignore_length: expected at most the padding, {width - length}, or the whole prompt, {width},"
-                f" got {count}"
-            )
+            wanted = f"at most the padding, {width - length}, or the whole prompt, {width}"
+            raise refusal("prompt_ignore_length", wanted, count)

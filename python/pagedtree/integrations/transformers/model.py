@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from pagedtree._arguments import refusal
 from pagedtree.generation import drafters
 from pagedtree.generation.drafters.target import dtype_of
 from pagedtree.generation.packed_model import PackedModel, PassOutput
@@ -38,35 +39,33 @@ def check_model(model: Any) -> None:
     name, is_model = type(model).__name__, isinstance(model, nn.Module) and hasattr(model, "config")
     if not (is_model and hasattr(model, "can_generate")):
         hint = "; pass its .module" if isinstance(getattr(model, "module", None), nn.Module) else ""
-        raise TypeError(f"model: expected a causal language model of transformers, got {name}{hint}")
+        raise refusal("model", "a causal language model of transformers", f"{name}{hint}", TypeError)
     if not model.can_generate():
-        raise ValueError(f"model: expected a causal language model with its output layer, got {name}")
+        raise refusal("model", "a causal language model with its output layer", name)
     if model.training:
-        raise ValueError("model: expected evaluation mode, got training mode; call model.eval()")
+        raise refusal("model", "evaluation mode", "training mode; call model.eval()")
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ()) - ATTENTION_KINDS - RECURRENT_KINDS - OTHER_KINDS
     if kinds or model.config.is_encoder_decoder:
         what = ", ".join(sorted(kinds)) or "an encoder and a decoder"
-        raise ValueError(f"model: expected a decoder of full or sliding attention layers, got {what}")
+        raise refusal("model", "a decoder of full or sliding attention layers", what)
     if not _has(model, lambda inner: inner._can_set_attn_implementation()):
-        raise ValueError(f"model: expected layers that use transformers' attention interface, {name} has its own")
+        raise refusal("model", f"layers that use transformers' attention interface, {name} has its own")
     if not _takes_positions(model):
-        raise ValueError(f"model: expected a forward that takes position_ids, that of {name} does not")
+        raise refusal("model", f"a forward that takes position_ids, that of {name} does not")
     check_scales(model)
     check_preparation(model)
     for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
         if layer is not None and not isinstance(getattr(layer, "weight", None), Tensor):
-            raise ValueError(
-                f"model: expected an embedding and an output layer with a weight, got a {type(layer).__name__}"
-            )
+            raise refusal("model", "an embedding and an output layer with a weight", f"a {type(layer).__name__}")
         if layer is not None and layer.weight.dtype == torch.float64:
-            raise ValueError("model: expected weights of torch.float32, float16 or bfloat16, got torch.float64")
+            raise refusal("model", "weights of torch.float32, float16 or bfloat16", "torch.float64")
     _check_devices(model)
     # transformers 4.57 hands the keys of one layer to another in its cache, which is not used here.
     if getattr(config, "num_kv_shared_layers", 0) and any(
         getattr(module, "kv_shared_layer_index", None) is not None for module in model.modules()
     ):
-        raise ValueError("model: expected layers that share keys without transformers' cache, as in transformers 5.23")
+        raise refusal("model", "layers that share keys without transformers' cache, as in transformers 5.23")
 
 
 def _check_devices(model: Any) -> None:
@@ -74,9 +73,7 @@ def _check_devices(model: Any) -> None:
     parts = (model.get_input_embeddings(), decoder, model.get_output_embeddings())
     devices = {str(device) for part in parts if part is not None for device in _devices(part)}
     if len(devices) > 1:
-        raise ValueError(
-            f"model: expected all layers on one device, got {', '.join(sorted(devices))}; see its device_map"
-        )
+        raise refusal("model", "all layers on one device", f"{', '.join(sorted(devices))}; see its device_map")
 
 
 def _devices(module: nn.Module, target: Any = None) -> Iterator[torch.device]:
@@ -245,21 +242,16 @@ class TransformersModel(PackedModel):
         (num_layers, window), name = self._expected, type(self.model).__name__
         layers_run = len(packed.step.layers_run)
         if layers_run != num_layers:
-            raise ValueError(
-                f"model: expected {num_layers} layers to use transformers' attention interface,"
-                f" {layers_run} of {name} did"
-            )
+            wanted = f"{num_layers} layers to use transformers' attention interface, {layers_run} of {name} did"
+            raise refusal("model", wanted)
         recurrent = packed.step.recurrent
         if recurrent is not None and len(recurrent.layers_run) != len(self.recurrent_layers):
-            raise ValueError(
-                f"model: expected {len(self.recurrent_layers)} recurrent layers to run in a pass,"
-                f" {len(recurrent.layers_run)} of {name} did"
-            )
+            layers_run = len(recurrent.layers_run)
+            wanted = f"{len(self.recurrent_layers)} recurrent layers to run in a pass, {layers_run} of {name} did"
+            raise refusal("model", wanted)
         if window and not packed.mask.has_windows:
-            raise ValueError(
-                f"model: expected masks of the config's sliding_window {window}, which transformers' cache keeps,"
-                f" but {name} asks for masks without a window"
-            )
+            wanted = f"masks of the config's sliding_window {window}, which transformers' cache keeps"
+            raise refusal("model", wanted, f"masks without a window from {name}")
 
 
 # The base class has the docstring.
@@ -317,9 +309,7 @@ def decoder_layers(model: Any, indices: Sequence[int]) -> list[nn.Module]:
     lists = (module for module in decoder.modules() if isinstance(module, nn.ModuleList) and len(module) == count)
     layers = next(lists, None)
     if layers is None:
-        raise ValueError(
-            f"feature_layers: expected a model with a list of its {count} layers, got {type(model).__name__}"
-        )
+        raise refusal("feature_layers", f"a model with a list of its {count} layers", type(model).__name__)
     if not all(0 <= index < count for index in indices):
-        raise ValueError(f"feature_layers: expected layers of 0..{count - 1}, got {list(indices)}")
+        raise refusal("feature_layers", f"layers of 0..{count - 1}", list(indices))
     return [layers[index] for index in indices]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from pagedtree._arguments import refusal
 from pagedtree.generation import drafters
 from pagedtree.generation.drafters import Drafter, EagleDrafter
 from pagedtree.generation.drafters.checkpoint import WEIGHTS_NAME, StoredTensors, have_same_values
@@ -75,7 +76,7 @@ class MtpHead(nn.Module):
         target, decoder = Target.of(model), model.get_decoder()
         norm, rotary = getattr(decoder, "norm", None), getattr(decoder, "rotary_emb", None)
         if norm is None or rotary is None:
-            raise ValueError(f"model: expected a decoder with norm and rotary_emb, got {type(decoder).__name__}")
+            raise refusal("model", "a decoder with norm and rotary_emb", type(decoder).__name__)
         self.is_state_first = is_state_first
         self.feature_layers = (target.num_layers - 1,)
         self.token_norm, self.state_norm, self.final_norm = (copy.deepcopy(norm) for _ in range(3))
@@ -107,10 +108,8 @@ class MtpHead(nn.Module):
     def check_target(self, hidden_size: int, vocab_size: int) -> None:
         num_features = self.projection.out_features
         if num_features != hidden_size or self.vocab_size < vocab_size:
-            raise ValueError(
-                f"drafter: expected MTP layers of the target's hidden size {hidden_size} and {vocab_size} tokens, got"
-                f" {num_features} and {self.vocab_size}"
-            )
+            wanted = f"MTP layers of the target's hidden size {hidden_size} and {vocab_size} tokens"
+            raise refusal("drafter", wanted, f"{num_features} and {self.vocab_size}")
 
     def fuse(self, features: Tensor) -> Tensor:
         return cast(Tensor, self._of_target[2](features))
@@ -148,10 +147,8 @@ class MtpHead(nn.Module):
         stored = StoredTensors(path, WEIGHTS_NAMES)
         layout = _layout_of(stored, model.config.get_text_config().num_hidden_layers)
         if layout is None:
-            raise ValueError(
-                f"{path}: expected a draft head, or a model with MTP layers (tensors mtp.*, model.mtp_layers.0.* or"
-                " those of a layer behind its last one), got neither"
-            )
+            tensors = "tensors mtp.*, model.mtp_layers.0.* or those of a layer behind its last one"
+            raise refusal(path, f"a draft head, or a model with MTP layers ({tensors})", "neither")
         head = cls(model, is_state_first=layout.is_state_first)
         state = head.state_dict()
         names = {name: _stored_names(layout, name, tensor, stored) for name, tensor in state.items()}
@@ -191,7 +188,7 @@ class MtpDrafter(EagleDrafter):
     def check_target(self, model: PackedModel) -> None:
         head = cast(MtpHead, self.head)
         if head.device != model.device:
-            raise ValueError(f"drafter: expected MTP layers on the target's device {model.device}, got {head.device}")
+            raise refusal("drafter", f"MTP layers on the target's device {model.device}", head.device)
         head.check_target(model.hidden_size, model.vocab_size)
 
     def _run(self, tokens: Tensor, states: Tensor, positions: Tensor, step: PagedStep) -> Tensor:
@@ -203,13 +200,13 @@ def _copied_layer(model: Any) -> tuple[nn.Module, Any]:
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     fits = [i for i, kind in enumerate(kinds) if kind in ATTENTION_KINDS and kind != "sliding_attention"]
     if not fits:
-        raise ValueError("model: expected a layer with full attention, got none")
+        raise refusal("model", "a layer with full attention", "none")
     (layer,) = decoder_layers(model, fits[-1:])
     if is_offloaded(layer):
-        raise ValueError("model: expected a layer in memory, which MTP layers copy, got an offloaded one (device meta)")
+        raise refusal("model", "a layer in memory, which MTP layers copy", "an offloaded one (device meta)")
     attention = next((module for module in layer.modules() if hasattr(module, "layer_idx")), None)
     if attention is None or not hasattr(attention, "config"):
-        raise ValueError(f"model: expected layers of transformers' attention interface, got {type(layer).__name__}")
+        raise refusal("model", "layers of transformers' attention interface", type(layer).__name__)
     # The config stays the same for all modules of the copy, and is not the model's.
     copied: Any = copy.deepcopy(layer)
     for module in copied.modules():
@@ -255,7 +252,7 @@ def _end(end: nn.Module, name: str | None, stored: StoredTensors) -> nn.Module:
     if have_same_values(tensor, weight):
         return end
     if tensor.shape != weight.shape:
-        raise ValueError(f"{stored.folder}: {name}: expected {len(weight)} rows as the target's, got {len(tensor)}")
+        raise refusal(f"{stored.folder}: {name}", f"{len(weight)} rows as the target's", len(tensor))
     return copy.deepcopy(end, {id(weight): nn.Parameter(tensor.to(weight), requires_grad=False)})
 
 

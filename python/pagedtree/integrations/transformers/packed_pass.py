@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function
 
+from pagedtree._arguments import refusal
 from pagedtree.generation.paged_step import PagedStep
 
 UNLIMITED = 1 << 30
@@ -27,9 +28,7 @@ class PackedMask:
     def of_layers(self, mask_function: Callable[..., Any], local_size: int | None) -> Tensor:
         """Returns a layer's mask, bool [1, 1, 1, 1]; raises ValueError unless it is causal or a sliding window."""
         if mask_function is not causal_mask_function and not _is_window(mask_function, local_size or UNLIMITED):
-            raise ValueError(
-                "model: expected causal layers, some with a sliding window, got one that asks for another mask"
-            )
+            raise refusal("model", "causal layers, some with a sliding window", "one that asks for another mask")
         window = local_size or 0
         if window not in self._masks:
             self._masks[window] = self.tokens.new_ones((1, 1, 1, 1))
@@ -49,10 +48,8 @@ class PackedMask:
         for window, tensor in self._masks.items():
             if mask is not None and mask.data_ptr() == tensor.data_ptr() and mask.dtype == tensor.dtype:
                 return window
-        raise ValueError(
-            "model: expected layers that hand the attention_mask of transformers to the attention as it is, got"
-            f" {'none' if mask is None else 'another one'}: a bias of the layer's own, or a mask that it makes itself"
-        )
+        found = f"{'none' if mask is None else 'another one'}: a bias of the layer's own, or a mask that it makes"
+        raise refusal("model", "layers that hand the attention_mask of transformers to the attention as it is", found)
 
 
 def _is_window(mask_function: Callable[..., Any], window: int) -> bool:

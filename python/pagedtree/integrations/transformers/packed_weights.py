@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from pagedtree._arguments import refusal
 from pagedtree.integrations.transformers.forwards import uncompiled
 from pagedtree.integrations.transformers.turns import in_turn
 
@@ -27,12 +28,10 @@ class PackedLinear(nn.Linear):
         # Not by self.weight and self.bias, which take longer to look up.
         weight, bias = cast(Tensor, self._parameters["weight"]), self._parameters["bias"]
         if input.dtype != weight.dtype or input.shape[-1:] != weight.shape[1:]:
-            raise RuntimeError(
-                f"packed_weights: expected input of {weight.dtype} and {weight.shape[1]} columns for a packed linear"
-                f" layer, got {input.dtype} and shape {[*input.shape]}"
-                + " within torch.autocast"
-                * torch.is_autocast_enabled("cpu")
-            )
+            wanted = f"{weight.dtype} and {weight.shape[1]} columns for a packed linear layer"
+            found = f"{input.dtype} and shape {[*input.shape]}"
+            found += " within torch.autocast" * torch.is_autocast_enabled("cpu")
+            raise refusal("input", wanted, found, RuntimeError, "packed_weights")
         product = _ForwardOnly.apply if torch.is_grad_enabled() else _product
         return cast(Tensor, product(input, weight, bias))
 
@@ -113,7 +112,7 @@ def packed_weights(*models: nn.Module) -> Iterator[int]:
     """
     for model in models:
         if not isinstance(model, nn.Module):
-            raise TypeError(f"models: expected torch.nn.Module, got {type(model).__name__}")
+            raise refusal("models", "torch.nn.Module", type(model).__name__, TypeError)
     packed: list[_Packed] = []
     stack = ExitStack()
     try:

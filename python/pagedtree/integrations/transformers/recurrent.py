@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pagedtree._arguments import refusal
 from pagedtree.generation.recurrent_step import RecurrentStep
 from pagedtree.integrations.transformers.forwards import compiled_from, with_forwards, with_functions
 from pagedtree.integrations.transformers.packed_pass import current_pass
@@ -62,7 +63,7 @@ def recurrent_layers(model: Any) -> list[nn.Module]:
     others = {type(module).__name__ for module in stateful} - KNOWN.keys()
     if others or len(layers) != sum(kind in RECURRENT_KINDS for kind in kinds):
         names = ", ".join(sorted(others)) or f"others in {type(model).__name__}"
-        raise ValueError(f"model: expected recurrent layers among {', '.join(KNOWN)}, got {names}")
+        raise refusal("model", f"recurrent layers among {', '.join(KNOWN)}", names)
     return layers
 
 
@@ -70,18 +71,16 @@ def _check(layer: Any) -> None:
     name = type(layer).__name__
     rule = KNOWN[name]
     if not {CONVOLUTION, rule} <= set(inspect.unwrap(type(layer).forward).__code__.co_names):
-        raise ValueError(f"model: expected {name} as transformers 5.23 writes it, got one that does not call {rule}")
+        raise refusal("model", f"{name} as transformers 5.23 writes it", f"one that does not call {rule}")
     if "forward" in vars(layer) and compiled_from(layer) is None:  # it would not be called
-        raise ValueError(f"model: expected {name} as it was made, got one whose forward was replaced (offloaded?)")
+        raise refusal("model", f"{name} as it was made", "one whose forward was replaced (offloaded?)")
     activation = getattr(layer, "activation", None)
     if activation not in ("silu", "swish", None):
-        raise ValueError(f"model: expected convolutions with silu in {name}, got {activation}")
+        raise refusal("model", f"convolutions with silu in {name}", activation)
     for size in HEAD_DIMS[rule]:
         if getattr(layer, size) % HEAD_DIM_STEP or getattr(layer, size) > MOST_HEAD_DIM:
-            raise ValueError(
-                f"model: expected {size} of {name} to be a multiple of {HEAD_DIM_STEP} up to {MOST_HEAD_DIM}, got"
-                f" {getattr(layer, size)}"
-            )
+            wanted = f"{size} of {name} to be a multiple of {HEAD_DIM_STEP} up to {MOST_HEAD_DIM}"
+            raise refusal("model", wanted, getattr(layer, size))
 
 
 def on_trees(layers: Iterable[nn.Module]) -> AbstractContextManager[None]:

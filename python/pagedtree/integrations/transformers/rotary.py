@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pagedtree._arguments import refusal
 from pagedtree.generation.scheduler import GeneratedSequence
 
 # transformers' names of these types; "dynamic" may be a part of one.
@@ -49,14 +50,14 @@ def check_rotation(model: Any, sequences: Sequence[GeneratedSequence], is_recurr
         return longest  # a pass without decoding sequences reads its first one to the end
     count, kind = min(limits)
     others = f", or only prompts of more than {max(limits)[0]}" if can_exceed else ""
-    raise ValueError(
-        f'input_ids, max_new_tokens: expected texts of at most {count + 1} tokens{others}, as rope type "{kind}" of the'
-        f" model changes its frequencies after {count}; got prompts of {min(prompts)} to {max(prompts)} tokens, and"
-        f" {longest} with max_new_tokens: ask for fewer, or for long and short texts in calls of their own"
-    )
+    reason = f'as rope type "{kind}" of the model changes its frequencies after {count}'
+    found = f"prompts of {min(prompts)} to {max(prompts)} tokens, and {longest} with max_new_tokens"
+    advice = "ask for fewer, or for long and short texts in calls of their own"
+    wanted = f"texts of at most {count + 1} tokens{others}, {reason}"
+    raise refusal("input_ids, max_new_tokens", wanted, f"{found}: {advice}")
 
 
 def check_constant(name: str, model: Any) -> None:
     """Raises ValueError, with the model's `name`, for frequencies that depend on the largest position of a pass."""
     for count, kind in _limits(model):
-        raise ValueError(f'{name}: expected rotary frequencies that never change, got rope type "{kind}" ({count})')
+        raise refusal(name, "rotary frequencies that never change", f'rope type "{kind}" ({count})')

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import transformers
 from torch import nn
 
+from pagedtree._arguments import refusal
 from pagedtree.distributed import VocabShards
 
 
@@ -32,13 +33,11 @@ def tensor_parallel(model: Any, *, group: dist.ProcessGroup | None = None, gathe
     try:
         from transformers.distributed.tensor_parallel import apply_tensor_parallelism
     except ImportError as error:
-        raise ImportError(
-            f"tensor_parallel: expected transformers 5.19 or later, got {transformers.__version__}"
-        ) from error
+        raise refusal("transformers", "5.19 or later", transformers.__version__, ImportError) from error
 
     size = dist.get_world_size(group)
     if not model.tp_plan:
-        raise ValueError(f"model: expected one with a tensor-parallel plan (tp_plan), got {type(model).__name__}")
+        raise refusal("model", "one with a tensor-parallel plan (tp_plan)", type(model).__name__)
     _repeat_kv_heads(model, size)
     output, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if output.weight is embeddings.weight:
@@ -67,16 +66,12 @@ def _repeat_kv_heads(model: Any, size: int) -> None:
     heads, kv_heads, head_dim = layers[0]
     if len(set(layers)) > 1:
         if any(count % size for layer in layers for count in layer[:2]):
-            raise ValueError(
-                "group: expected a size that divides the heads of each layer, as these differ, got"
-                f" {size} for (query heads, key and value heads, head_dim) of {sorted(set(layers))}"
-            )
+            found = f"{size} for (query heads, key and value heads, head_dim) of {sorted(set(layers))}"
+            raise refusal("group", "a size that divides the heads of each layer, as these differ", found)
         return
     if heads % size or (kv_heads % size and size % kv_heads):
-        raise ValueError(
-            f"group: expected a size that divides {heads} query heads, and divides or is a multiple of {kv_heads} key"
-            f" and value heads, got {size}"
-        )
+        wanted = f"a size that divides {heads} query heads, and divides {kv_heads} KV heads or is a multiple of them"
+        raise refusal("group", wanted, size)
     times = max(size // kv_heads, 1)
     if times == 1:
         return

@@ -11,6 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from pagedtree._arguments import refusal
+
 # Methods that make the inputs of a forward from a text; packed tokens do without.
 PREPARING = (
     *("prepare_inputs_for_generation", "_prepare_model_inputs", "_update_model_kwargs_for_generation", "_prefill"),
@@ -18,7 +20,7 @@ PREPARING = (
 )
 # Kinds of peft's adapters that mix all tokens of a pass: by a router's mean, and in a second model.
 MIXING = ("LILY", "SHADOW")
-ALONE = "model: expected layers that treat each token by itself, got"
+ALONE = "layers that treat each token by itself"
 
 
 def _parts(model: Any) -> Iterator[Any]:
@@ -33,18 +35,18 @@ def check_preparation(model: Any) -> None:
         for name, config in (getattr(part, "peft_config", None) or {}).items():
             kind = type(config).__name__
             if getattr(config, "is_prompt_learning", False) and not getattr(part, "_adapters_disabled", False):
-                raise ValueError(f"model: expected no virtual tokens beside the ids, got those of peft's {kind}")
+                raise refusal("model", "no virtual tokens beside the ids", f"those of peft's {kind}")
             if getattr(config, "alora_invocation_tokens", None) and _is_active(part, name):
-                raise ValueError(f"{ALONE} a {kind} that looks for its alora_invocation_tokens in the text")
+                raise refusal("model", ALONE, f"a {kind} that looks for its alora_invocation_tokens in the text")
             if getattr(config, "peft_type", None) in MIXING and _is_active(part, name):
-                raise ValueError(f"{ALONE} peft's {kind}, which mixes the tokens of a pass")
+                raise refusal("model", ALONE, f"peft's {kind}, which mixes the tokens of a pass")
     inner = next((part for part in _parts(model) if isinstance(part, PreTrainedModel)), model)
     for part, method in itertools.product((model, inner), PREPARING):
         if not _is_library(part, inner, method):
             own = getattr(getattr(part, method), "__qualname__", method)
-            raise ValueError(f"model: expected the {method} of transformers, got {own}, which would not be called")
+            raise refusal("model", f"the {method} of transformers", f"{own}, which would not be called")
     if getattr(model.config.get_text_config(), "use_bidirectional_attention", None) in (True, "all"):
-        raise ValueError("model: expected causal layers, got a config with use_bidirectional_attention (a prefix LM)")
+        raise refusal("model", "causal layers", "a config with use_bidirectional_attention (a prefix LM)")
 
 
 def _is_active(model: Any, adapter: str) -> bool:
@@ -71,10 +73,10 @@ def check_scales(model: nn.Module) -> None:
     for layer in model.modules():
         scaled = next((thing for thing in (layer, *layer._parameters.values()) if _scales_a_pass(thing)), None)
         if scaled is not None:
-            raise ValueError(f"{ALONE} a {type(scaled).__name__} with one dynamic scale for all tokens of a pass")
+            raise refusal("model", ALONE, f"a {type(scaled).__name__} with one dynamic scale for all tokens of a pass")
         if type(layer).__module__.startswith("torch.ao.nn."):
             dynamic = "those of torch.ao.quantization (quantize_dynamic and others)"
-            raise ValueError(f"{ALONE} {dynamic}, which scale all tokens of a pass together")
+            raise refusal("model", ALONE, f"{dynamic}, which scale all tokens of a pass together")
 
 
 def _scales_a_pass(thing: Any) -> Any:
@@ -99,4 +101,4 @@ def check_token_types(model: Any) -> None:
     table = model.get_input_embeddings()
     for part in _parts(model):
         if "token_type_ids" in inspect.signature(part.forward).parameters and table in part.children():
-            raise ValueError(f"input_ids: expected no token_type_ids, which {type(model).__name__} embeds as tokens")
+            raise refusal("input_ids", f"no token_type_ids, which {type(model).__name__} embeds as tokens")

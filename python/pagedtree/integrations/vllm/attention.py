@@ -20,6 +20,7 @@ from vllm.v1.attention.backend import (
 )
 
 from pagedtree import PreparedAttention, append_kv, attention_plan, rope_append
+from pagedtree._arguments import refusal
 from pagedtree._C import HEAD_DIMS
 from pagedtree.integrations.vllm.limits import check_worker, uses_trees
 
@@ -172,7 +173,7 @@ class PagedTreeMetadataBuilder(AttentionMetadataBuilder[PagedTreeMetadata]):
         elif tree is not None:
             count = common.seq_lens.shape[0]
             if tree.num_reqs not in (None, count):
-                raise RuntimeError(f"draft trees: expected {tree.num_reqs} requests as in the batch, got {count}")
+                raise refusal("draft trees", f"{tree.num_reqs} requests as in the batch", count, RuntimeError)
             tree = TreeMask(tree.tree_mask[:rows], tree.tree_lens[:count])
         return self.metadata_class(
             num_actual_tokens=common.num_actual_tokens,
@@ -204,7 +205,7 @@ class PagedTreeImpl(AttentionImpl[PagedTreeMetadata]):
         if alibi_slopes is not None:
             raise NotImplementedError("pagedtree's backend: alibi_slopes are not supported")
         if attn_type != AttentionType.DECODER:
-            raise NotImplementedError(f"pagedtree's backend: expected attn_type decoder, got {attn_type}")
+            raise refusal("pagedtree's backend", "attn_type decoder", attn_type, NotImplementedError)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.kv_cache_dtype, self.sinks = num_kv_heads or num_heads, kv_cache_dtype, sinks
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from vllm.distributed import get_tp_group
 
 from pagedtree import Draft
+from pagedtree._arguments import argument_error, refusal
 from pagedtree.distributed import DraftGroup, VocabShards
 from pagedtree.generation.drafters import EagleDrafter, EagleHead, FeatureRows, MedusaHeads, NgramDrafter, load_drafter
 from pagedtree.generation.drafters.base import as_drafter, best_trees
@@ -54,7 +55,7 @@ class WithoutModel(TreeDrafter):
     def check(cls, vllm_config: Any) -> None:
         size = vllm_config.speculative_config.draft_tensor_parallel_size
         if size is not None:
-            raise ValueError(f"draft_tensor_parallel_size: {cls.__name__} has no draft model, got {size}")
+            raise argument_error("draft_tensor_parallel_size", f"{cls.__name__} has no draft model, got {size}")
 
 
 class KnowsTexts(TreeDrafter):
@@ -146,9 +147,7 @@ class ModelTreeDrafter(KnowsTexts):
         size = vllm_config.speculative_config.draft_tensor_parallel_size
         ranks = vllm_config.parallel_config.tensor_parallel_size
         if size is not None and ranks % size:
-            raise ValueError(
-                f"draft_tensor_parallel_size: expected a divisor of tensor_parallel_size = {ranks}, got {size}"
-            )
+            raise refusal("draft_tensor_parallel_size", f"a divisor of tensor_parallel_size = {ranks}", size)
 
     def load_model(self, target_model: Any) -> None:
         ranks = get_tp_group()
@@ -213,9 +212,7 @@ class MedusaTreeDrafter(WithoutModel):
         self.heads = MedusaHeads.load(self.options["heads"], lm_head).to(get_tp_group().device, config.dtype).eval()
         hidden_size = config.get_hidden_size()
         if self.heads.hidden_size != hidden_size:
-            raise ValueError(
-                f"heads: expected those of a model of hidden size {hidden_size}, got {self.heads.hidden_size}"
-            )
+            raise refusal("heads", f"those of a model of hidden size {hidden_size}", self.heads.hidden_size)
 
         self.max_depth = self._depth = min(self.heads.num_heads, self.max_nodes - 1)
 
@@ -253,10 +250,8 @@ class FolderTreeDrafter(WithoutModel, KnowsTexts):
         sizes = {name: self.options[name] for name in ("depth", "width") if self.options[name] is not None}
         drafter = load_drafter(self.options["drafter"], target, num_nodes=self.max_nodes, **sizes)
         if not drafter.feature_layers:
-            raise ValueError(
-                f"drafter: expected a folder of EAGLE-3, P-EAGLE or DFlash, got one for {type(drafter).__name__};"
-                " for Medusa heads there is MedusaTreeDrafter"
-            )
+            found = f"one for {type(drafter).__name__}; for Medusa heads there is MedusaTreeDrafter"
+            raise refusal("drafter", "a folder of EAGLE-3, P-EAGLE or DFlash", found)
         return drafter
 
     def load_model(self, target_model: Any) -> None:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from vllm.model_executor.models.interfaces import supports_eagle3
 
+from pagedtree._arguments import refusal
+
 
 @dataclass
 class Accepted:
@@ -27,15 +29,13 @@ def check_features(vllm_config: Any, model: Any, layers: Sequence[int]) -> None:
     if not layers:
         return
     if not supports_eagle3(model):
-        raise ValueError(f"feature_layers: expected a target with vLLM's SupportsEagle3, got {type(model).__name__}")
+        raise refusal("feature_layers", "a target with vLLM's SupportsEagle3", type(model).__name__)
     num_layers = vllm_config.model_config.get_total_num_hidden_layers()
     if min(layers) < 0 or max(layers) >= num_layers:
-        raise ValueError(f"feature_layers: expected layers in 0..{num_layers - 1}, got {list(layers)}")
+        raise refusal("feature_layers", f"layers in 0..{num_layers - 1}", list(layers))
     if vllm_config.cache_config.enable_prefix_caching:
-        raise ValueError(
-            "feature_layers: expected enable_prefix_caching = False, as the target does not compute the tokens that it"
-            " finds in its cache, got True"
-        )
+        wanted = "enable_prefix_caching = False, as the target does not compute the tokens that it finds in its cache"
+        raise refusal("feature_layers", wanted, "True")
 
 
 def kept_rows(counts: Sequence[int], num_new: Sequence[int], accepted: Accepted) -> list[list[int]]:

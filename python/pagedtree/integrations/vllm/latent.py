@@ -12,6 +12,7 @@ from torch import Tensor
 from vllm.v1.attention.backend import AttentionType, MLAAttentionImpl
 
 from pagedtree import append_kv
+from pagedtree._arguments import refusal
 from pagedtree.integrations.vllm.attention import (
     LayerKind,
     PagedTreeBackend,
@@ -97,9 +98,9 @@ class PagedTreeLatentImpl(MLAAttentionImpl[PagedTreeLatentMetadata]):
             if value is not None:
                 raise NotImplementedError(f"pagedtree's latent backend: {name} is not supported")
         if attn_type != AttentionType.DECODER:
-            raise NotImplementedError(f"pagedtree's latent backend: expected attn_type decoder, got {attn_type}")
+            raise refusal("pagedtree's latent backend", "attn_type decoder", attn_type, NotImplementedError)
         if kv_lora_rank != 512:
-            raise NotImplementedError(f"pagedtree's latent backend: expected kv_lora_rank = 512, got {kv_lora_rank}")
+            raise refusal("pagedtree's latent backend", "kv_lora_rank = 512", kv_lora_rank, NotImplementedError)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.latent_size = kv_lora_rank
 

@@ -12,6 +12,7 @@ from numbers import Real
 from typing import Any
 
 import pagedtree_plugins
+from pagedtree._arguments import refusal
 
 PACKAGE = "pagedtree."
 # The method of the speculative configuration whose `model` is a drafter, by model runner. V2 refuses custom_class; with
@@ -87,25 +88,20 @@ def check_config(vllm_config: Any) -> None:
     has_own_drafter = speculation is not None and runner == "V2" and speculation.method == "dflash"
     for name, value, expected in _settings(vllm_config, runner, has_own_drafter):
         if value != expected:
-            raise ValueError(f"draft trees: expected {name} = {expected}, got {value}")
+            raise refusal(f"draft trees: {name}", expected, value)
     if runner == "V1" and model.logprobs_mode == "processed_logits":
-        raise ValueError(
-            "draft trees: expected logprobs_mode = raw_logprobs, raw_logits or processed_logprobs, got processed_logits"
-        )
+        modes = "raw_logprobs, raw_logits or processed_logprobs"
+        raise refusal("draft trees: logprobs_mode", modes, "processed_logits")
     if runner == "V1" and model.logprobs_mode == "processed_logprobs" and not 0 <= model.max_logprobs <= MAX_TOP_N:
-        raise ValueError(
-            f"draft trees: expected max_logprobs in 0..{MAX_TOP_N} where logprobs_mode is processed_logprobs, got"
-            f" {model.max_logprobs}"
-        )
+        wanted = f"0..{MAX_TOP_N} where logprobs_mode is processed_logprobs"
+        raise refusal("draft trees: max_logprobs", wanted, model.max_logprobs)
     check_worker(vllm_config)
     scheduler, expected = vllm_config.scheduler_config.scheduler_cls, scheduler_of(vllm_config)
     if scheduler != expected:
-        raise ValueError(f"draft trees: expected scheduler_cls = {expected}, got {scheduler}")
+        raise refusal("draft trees: scheduler_cls", expected, scheduler)
     if speculation is not None and not 1 <= speculation.num_speculative_tokens < MAX_NODES:
-        raise ValueError(
-            f"draft trees: expected speculative_config.num_speculative_tokens in 1..{MAX_NODES - 1}, got"
-            f" {speculation.num_speculative_tokens}"
-        )
+        count = speculation.num_speculative_tokens
+        raise refusal("draft trees: speculative_config.num_speculative_tokens", f"1..{MAX_NODES - 1}", count)
     if speculation is not None:
         from pagedtree.integrations.vllm.tree_drafter import TreeDrafter
 
@@ -120,10 +116,8 @@ def check_worker(vllm_config: Any) -> None:
     pagedtree_plugins.check()
     worker = vllm_config.parallel_config.worker_cls
     if not isinstance(worker, str) or worker == "auto" or worker.startswith("vllm."):
-        raise ValueError(
-            "draft trees: expected worker_cls = pagedtree.integrations.vllm.worker.TreeGPUWorker (on CPUs"
-            f" TreeCPUWorker), got {worker}"
-        )
+        wanted = "pagedtree.integrations.vllm.worker.TreeGPUWorker (on CPUs TreeCPUWorker)"
+        raise refusal("draft trees: worker_cls", wanted, worker)
 
 
 def avoid_rotary_op(vllm_config: Any) -> None:
@@ -135,10 +129,8 @@ def avoid_rotary_op(vllm_config: Any) -> None:
         return
     custom_ops = vllm_config.compilation_config.custom_ops
     if "+rotary_embedding" in custom_ops:
-        raise ValueError(
-            "attention_backend CUSTOM: expected compilation_config.custom_ops without +rotary_embedding (vLLM's op"
-            f" for CPUs is wrong for models with latent attention), got {custom_ops}"
-        )
+        wanted = "none of +rotary_embedding (vLLM's op for CPUs is wrong for models with latent attention)"
+        raise refusal("attention_backend CUSTOM: compilation_config.custom_ops", wanted, custom_ops)
     if "-rotary_embedding" not in custom_ops:
         custom_ops.append("-rotary_embedding")
 
@@ -153,10 +145,8 @@ def check_drafter(name: str) -> Any:
     except ImportError as error:
         raise ValueError(f"draft trees: speculative_config.model = {name} cannot be imported: {error}") from error
     if not isinstance(drafter_class, type) or not issubclass(drafter_class, TreeDrafter):
-        raise ValueError(
-            "draft trees: expected speculative_config.model to name a class derived from TreeDrafter, such as"
-            f" pagedtree.integrations.vllm.drafters.NgramTreeDrafter or ModelTreeDrafter, got {name}"
-        )
+        wanted = "a class derived from TreeDrafter, such as pagedtree.integrations.vllm.drafters.NgramTreeDrafter"
+        raise refusal("draft trees: speculative_config.model", wanted, name)
     return drafter_class
 
 
@@ -209,21 +199,19 @@ def check_request(params: Any, *, is_v2: bool = False) -> None:
     ]
     for name, value, expected in settings:
         if value != expected:
-            raise ValueError(f"draft trees: {name} is not supported (expected {expected}, got {value})")
+            raise refusal(f"draft trees: {name}", expected, value)
     min_p_of(params)
     integers: dict[str, Any] = {name: [value] for name in INTEGERS if (value := getattr(params, name)) is not None}
     integers |= {name: getattr(params, name) or () for name in ("allowed_token_ids", "logit_bias")}
     for name, values in integers.items():
         if wrong := [value for value in values if not hasattr(value, "__index__")]:
-            raise ValueError(f"draft trees: expected integers as {name}, got {wrong[0]!r:.60}")
+            raise refusal(f"draft trees: {name}", "integers", f"{wrong[0]!r:.60}")
     for value in (params.logit_bias or {}).values():
         if not isinstance(value, Real):
-            raise ValueError(f"draft trees: expected numbers in logit_bias, got {value!r:.60}")
+            raise refusal("draft trees: logit_bias", "numbers", f"{value!r:.60}")
     # vLLM divides by 0 below, and by infinity above.
     if not SMALLEST <= params.repetition_penalty <= LARGEST:
-        raise ValueError(
-            f"draft trees: expected repetition_penalty in {SMALLEST}..{LARGEST}, got {params.repetition_penalty}"
-        )
+        raise refusal("draft trees: repetition_penalty", f"{SMALLEST}..{LARGEST}", params.repetition_penalty)
     if not is_v2:
         return
     # Lists that V2 keeps in tensors, whose engine ends at longer ones.
@@ -239,7 +227,7 @@ def check_request(params: Any, *, is_v2: bool = False) -> None:
         ("tokens of bad_words", [token for word in words for token in word], VLLM_MAX_BAD_WORDS_TOTAL_TOKENS),
     ):
         if values and len(values) > most:
-            raise ValueError(f"draft trees: expected at most {most} {name} on model runner V2, got {len(values)}")
+            raise refusal(f"draft trees: {name}", f"at most {most} on model runner V2", len(values))
 
 
 def fit_request(params: Any) -> None:
@@ -262,5 +250,5 @@ def min_p_of(params: Any) -> float:
     """Returns a request's min_p: its own, or extra_args["min_p"] (`vllm_xargs` over HTTP)."""
     value = (params.extra_args or {}).get("min_p", params.min_p)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value <= 1.0:
-        raise ValueError(f"extra_args: expected min_p in [0, 1], got {value!r}")
+        raise refusal("extra_args", "min_p in [0, 1]", repr(value))
     return float(value)

@@ -9,6 +9,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from pagedtree._arguments import refusal
 from pagedtree.integrations.vllm.limits import avoid_rotary_op, check_config, scheduler_of, uses_trees
 
 logger = init_logger("vllm.pagedtree")  # below the logger that vLLM sets up
@@ -41,7 +42,7 @@ class PagedTreeCpuPlatform(CpuPlatform):
         has_trees = vllm_config.model_config is not None and uses_trees(vllm_config)
         if has_trees:
             if attention.backend not in (None, AttentionBackendEnum.CUSTOM):
-                raise ValueError(f"draft trees: expected attention_backend = CUSTOM, got {attention.backend.name}")
+                raise refusal("draft trees: attention_backend", "CUSTOM", attention.backend.name)
             attention.backend = AttentionBackendEnum.CUSTOM
             if parallel.worker_cls == "auto":
                 parallel.worker_cls = "pagedtree.integrations.vllm.worker.TreeCPUWorker"

@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 from vllm.v1.worker.gpu.structured_outputs import grammar_invalid_drafts
 
 from pagedtree import TreeBatch, build_trees
+from pagedtree._arguments import refusal
 from pagedtree.integrations.vllm.attention import TreeMask
 from pagedtree.integrations.vllm.device_sampling import DeviceSampling
 from pagedtree.integrations.vllm.dflash import DFlashTreeSpeculator
@@ -61,7 +62,7 @@ class TreeRunnerV2:
         elif type(theirs) is DFlashSpeculator:
             self.speculator = DFlashTreeSpeculator(vllm_config, self.req_states, device)
         else:
-            raise ValueError(f"draft trees: expected a model for vLLM's DFlashSpeculator, got {type(theirs).__name__}")
+            raise refusal("draft trees", "a model for vLLM's DFlashSpeculator", type(theirs).__name__)
 
     # Attributes and methods of vLLM's runner.
     vllm_config: Any

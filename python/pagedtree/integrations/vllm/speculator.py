@@ -12,6 +12,7 @@ from vllm.utils import torch_utils
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from pagedtree import Draft
+from pagedtree._arguments import refusal
 from pagedtree.integrations.vllm.features import Accepted, kept_features, kept_rows
 from pagedtree.integrations.vllm.tree_drafter import TreeDrafter, read_only
 
@@ -64,10 +65,8 @@ class TreeSpeculator(KeptTrees, BaseSpeculator):
         self.drafter, self.req_states, self.device = drafter, req_states, device
         self.enable_adaptive_verification = drafter.vllm_config.speculative_config.enable_adaptive_verification
         if self.enable_adaptive_verification and not (drafter.is_best_first and drafter.on_device):
-            raise ValueError(
-                "speculative_config.enable_adaptive_verification: expected a drafter whose nodes are in the order of"
-                f" their probabilities, such as MedusaTreeDrafter, got {type(drafter).__name__}"
-            )
+            wanted = "a drafter whose nodes are in the order of their probabilities, such as MedusaTreeDrafter"
+            raise refusal("speculative_config.enable_adaptive_verification", wanted, type(drafter).__name__)
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         pass

@@ -12,6 +12,7 @@ from torch import Tensor
 from vllm.distributed import get_tp_group
 
 from pagedtree import Draft
+from pagedtree._arguments import refusal
 from pagedtree.integrations.vllm.limits import MAX_NODES, check_worker
 from pagedtree.integrations.vllm.proposals import NO_GUESS, Proposal, cut_at
 from pagedtree.integrations.vllm.tuned import BatchTuner, Pass
@@ -81,30 +82,30 @@ class TreeDrafter:
         config = config if isinstance(config, dict) else {}
         names = [name for name in config if name != "pagedtree" and isinstance(name, str)]
         if wrong := [name for name in names if difflib.get_close_matches(name.lower(), ["pagedtree"], cutoff=0.8)]:
-            raise ValueError(f"additional_config: expected pagedtree as the section's name, got {wrong[0]}")
+            raise refusal("additional_config", "pagedtree as the section's name", wrong[0])
         options = config.get("pagedtree", {})
         if not isinstance(options, dict):
-            raise ValueError(f"{SECTION}: expected a dictionary of options, got {options!r:.60}")
+            raise refusal(SECTION, "a dictionary of options", f"{options!r:.60}")
         # Runner V2 schedules a step before the last one's result is known: the same number of nodes for each request.
         ways = ["whole"] if vllm_config.use_v2_model_runner else ["auto", "whole"]
         options = {"tree": ways[0], **cls.defaults, **options}
         if options["tree"] not in ways:
             expected = " or ".join(f'"{way}"' for way in ways)
-            raise ValueError(f"{SECTION}: expected tree = {expected}, got {options['tree']!r:.60}")
+            raise refusal(SECTION, f"tree = {expected}", f"{options['tree']!r:.60}")
         if unknown := sorted({*map(str, options)} - {"tree", *cls.defaults}):
-            raise ValueError(f"{SECTION}: expected options among {sorted({'tree', *cls.defaults})}, got {unknown}")
+            raise refusal(SECTION, f"options among {sorted({'tree', *cls.defaults})}", unknown)
         for name, default in cls.defaults.items():
             _check_option(name, options[name], default, cls.largest.get(name))
         if "max_ngram" in cls.largest and options["min_ngram"] > options["max_ngram"]:
-            raise ValueError(f"{SECTION}: expected min_ngram <= max_ngram, got {options['min_ngram']}")
+            raise refusal(SECTION, "min_ngram <= max_ngram", options["min_ngram"])
         if "width" in cls.largest and ((options["depth"] or 1) - 1) * (options["width"] or 1) >= MAX_NODES:
-            raise ValueError(f"{SECTION}: expected (depth - 1) * width < {MAX_NODES}, got {options['width']} as width")
+            raise refusal(SECTION, f"(depth - 1) * width < {MAX_NODES}", f"{options['width']} as width")
         if cls.needed is not None:
             (name, kind), value = cls.needed, options[cls.needed[0]]
             if not isinstance(value, str):
-                raise ValueError(f"{SECTION}: expected the entry {name}, {kind}, got {value!r:.60}")
+                raise refusal(SECTION, f"the entry {name}, {kind}", f"{value!r:.60}")
             if kind == "a folder" and not Path(value).is_dir():
-                raise ValueError(f"{SECTION}: expected {name} to be a folder, got {value!r}")
+                raise refusal(SECTION, f"{name} to be a folder", repr(value))
         return options
 
     @classmethod
@@ -214,30 +215,28 @@ class TreeDrafter:
         name = f"{type(self).__name__}.draft"
         got = len(proposed) if isinstance(proposed, Sequence) else type(proposed).__name__
         if got != count:
-            raise ValueError(f"{name}: expected a proposal for each of {count} requests, got {got}")
+            raise refusal(name, f"a proposal for each of {count} requests", got)
         return [self._checked_tree(name, fields) for fields in proposed]
 
     def _checked_tree(self, name: str, fields: Any) -> Proposal:
         if not isinstance(fields, tuple) or len(fields) not in (2, 3):
-            raise ValueError(f"{name}: expected (draft_tokens, parents) or log_probs, too, got {fields!r:.60}")
+            raise refusal(name, "(draft_tokens, parents) or log_probs, too", f"{fields!r:.60}")
         tokens = _array(f"{name}: draft_tokens", fields[0], np.int64)
         parents = _array(f"{name}: parents", fields[1], np.int64)
         log_probs = None
         if len(tokens) >= self.max_nodes:
-            raise ValueError(f"{name}: expected at most {self.max_nodes - 1} draft tokens, got {len(tokens)}")
+            raise refusal(name, f"at most {self.max_nodes - 1} draft tokens", len(tokens))
         nodes = np.arange(len(tokens) + 1)
         if parents.shape != nodes.shape:
-            raise ValueError(f"{name}: expected {len(nodes)} parents, the root's included, got {parents.shape}")
+            raise refusal(name, f"{len(nodes)} parents, the root's included", parents.shape)
         if parents[0] != -1 or np.any((parents[1:] < 0) | (parents[1:] >= nodes[1:])):
-            raise ValueError(f"{name}: expected parents[0] = -1 and 0 <= parents[i] < i, got {parents.tolist()}")
+            raise refusal(name, "parents[0] = -1 and 0 <= parents[i] < i", parents.tolist())
         if len(fields) == 3 and fields[2] is not None:
             log_probs = _array(f"{name}: log_probs", fields[2], np.float32)
             if log_probs.shape != nodes.shape or np.isnan(log_probs).any():
-                raise ValueError(
-                    f"{name}: expected {len(nodes)} log-probabilities, the root's included, got {log_probs}"
-                )
+                raise refusal(name, f"{len(nodes)} log-probabilities, the root's included", log_probs)
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
-            raise ValueError(f"{name}: expected draft tokens in 0..{self.vocab_size - 1}, got {tokens.tolist()}")
+            raise refusal(name, f"draft tokens in 0..{self.vocab_size - 1}", tokens.tolist())
         return Proposal(tokens.tolist(), parents.astype(np.int32), log_probs)
 
 
@@ -255,15 +254,15 @@ def _array(name: str, values: Any, dtype: type[np.int64] | type[np.float32]) -> 
         array = np.zeros((0, 0))
     kinds = "iu" if dtype is np.int64 else "iuf"
     if array.ndim != 1 or (array.size and array.dtype.kind not in kinds):
-        raise ValueError(f"{name}: expected {'integers' if dtype is np.int64 else 'numbers'}, got {values!r:.60}")
+        raise refusal(name, "integers" if dtype is np.int64 else "numbers", f"{values!r:.60}")
     return array.astype(dtype)
 
 
 def _check_option(name: str, value: Any, default: Any, largest: int | None) -> None:
     if largest is not None:
         if (value is not None or default is not None) and not (type(value) is int and 1 <= value <= largest):
-            raise ValueError(f"{SECTION}: expected {name} in 1..{largest}, got {value!r:.60}")
+            raise refusal(SECTION, f"{name} in 1..{largest}", f"{value!r:.60}")
     elif isinstance(default, (bool, int, float, str)):
         types = (int, float) if isinstance(default, float) else (type(default),)
         if not isinstance(value, types) or isinstance(value, bool) > isinstance(default, bool):
-            raise ValueError(f"{SECTION}: expected {name} of type {types[-1].__name__}, got {value!r:.60}")
+            raise refusal(SECTION, f"{name} of type {types[-1].__name__}", f"{value!r:.60}")

@@ -20,6 +20,7 @@ from pagedtree import (
     verify_greedy,
     verify_sampled,
 )
+from pagedtree._arguments import refusal
 from pagedtree.integrations.vllm.attention import PagedTreeBackend
 
 logger = init_logger("vllm.pagedtree")  # below the logger that vLLM sets up
@@ -99,9 +100,9 @@ def target_groups(attn_groups: Sequence[Sequence[Any]], layers: dict[str, Any], 
     for group in found:
         backend, builder = group.backend, group.backend.get_builder_cls()
         if not issubclass(backend, PagedTreeBackend):
-            raise ValueError(f"draft trees: expected attention_backend = CUSTOM, got {backend.get_name()}")
+            raise refusal("draft trees: attention_backend", "CUSTOM", backend.get_name())
         if not builder.__module__.startswith("pagedtree."):  # vLLM's wrappers change the batch before ours sees it
-            raise ValueError(f"draft trees: expected layers of PagedTreeBackend itself, got {backend.__name__}")
+            raise refusal("draft trees", "layers of PagedTreeBackend itself", backend.__name__)
     speculation = vllm_config.speculative_config
     logger.info(
         "pagedtree: model runner %s, worker %s, attention backend CUSTOM (%s), drafter %s",

@@ -7,6 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 from vllm.distributed import tensor_model_parallel_all_gather
 
+from pagedtree._arguments import refusal
+
 
 class WholeEnds:
     """Embedding and output layer of a vLLM model, whole on each rank, with transformers' interface. All tensor-parallel
@@ -33,6 +35,6 @@ class WholeEnds:
 def _whole_rows(name: str, layer: Any, vocab_size: int) -> Tensor:
     weight = getattr(layer, "weight", None)
     if weight is None or not weight.is_floating_point():
-        raise ValueError(f"head: expected a target whose {name} is not quantized, got {type(layer).__name__}")
+        raise refusal("head", f"a target whose {name} is not quantized", type(layer).__name__)
     rows: Tensor = tensor_model_parallel_all_gather(weight.detach(), dim=0)[:vocab_size]
     return rows
