@@ -17,7 +17,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Target:
-    """A bound for one figure of a row; stretch: a better value still.
+    """A bound for one figure of a row.
 
     figure: a key of FIGURES. against: parts of peers' names or another row's name.
     """
@@ -25,13 +25,11 @@ class Target:
     figure: str
     bound: float
     against: tuple[str, ...] = ()
-    stretch: float | None = None
 
     @property
     def text(self) -> str:
         sign = ">=" if self.at_least else "<="
-        stretch = f", stretch {self.stretch:g}" if self.stretch is not None else ""
-        return " ".join([self.figure, *filter(None, [" or ".join(self.against)]), f"{sign} {self.bound:g}{stretch}"])
+        return " ".join([self.figure, *filter(None, [" or ".join(self.against)]), f"{sign} {self.bound:g}"])
 
     @property
     def at_least(self) -> bool:
@@ -150,12 +148,12 @@ than_masked = (
 )
 
 
-def us(bound: float, stretch: float | None = None) -> Target:
-    return Target("us", bound, stretch=stretch)
+def us(bound: float) -> Target:
+    return Target("us", bound)
 
 
-def bandwidth(fraction: float, stretch: float | None = None) -> Target:
-    return Target("of read bandwidth", fraction, stretch=stretch)
+def bandwidth(fraction: float) -> Target:
+    return Target("of read bandwidth", fraction)
 
 
 def attention(name: str, shape: Shape, cuda: Sequence[Target] = (), cpu: Sequence[Target] = ()) -> Headline:
@@ -173,7 +171,7 @@ def than_gathered(ratio: float) -> Target:
 
 RAGGED = "4641 45118 1730 1696"
 ATTENTION = [
-    call(1, 8192, "binary 16", us(14, 11), Target("us of its plan", 4), like_causal),
+    call(1, 8192, "binary 16", us(14), Target("us of its plan", 4), like_causal),
     call(1, 1024, "chain 1", us(8)),
     call(1, 2048, "binary 16"),
     call(1, 8192, "chain 1"),
