@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from suite import Op, Point, Shape
@@ -156,8 +157,10 @@ def bandwidth(fraction: float) -> Target:
     return Target("of read bandwidth", fraction)
 
 
-def attention(name: str, shape: Shape, cuda: Sequence[Target] = (), cpu: Sequence[Target] = ()) -> Headline:
-    return Headline(name, "tree_attention", shape, tuple(cuda), tuple(cpu))
+def attention(
+    name: str, shape: Shape, cuda: Sequence[Target] = (), cpu: Sequence[Target] = (), op: str = "tree_attention"
+) -> Headline:
+    return Headline(name, op, shape, tuple(cuda), tuple(cpu))
 
 
 def call(batch: int, length: int, tree: str, *cuda: Target, cpu: Sequence[Target] = (), **more: str) -> Headline:
@@ -218,10 +221,7 @@ ATTENTION = [
 LATENT_SMALL = {"batch": 4, "length": 4096, "tree": "binary 8"}
 
 
-def latent(name: str, shape: Shape, cuda: Sequence[Target] = (), cpu: Sequence[Target] = ()) -> Headline:
-    return Headline(name, "latent_attention", shape, tuple(cuda), tuple(cpu))
-
-
+latent = partial(attention, op="latent_attention")
 LATENT = [
     latent("latent, R 128", {"batch": 32, "length": 8192, "tree": "chain 1"}, [us(150), like_causal]),
     latent("latent, R 512", {"batch": 16, "length": 8192, "tree": "binary 4"}, [us(260), like_causal]),
