@@ -145,7 +145,7 @@ def main() -> int:
     variant = _C.active_isa() if args.device == "cpu" else "cuda"
     target = args.json or (measure.RESULTS / f"ops_{variant}.json" if is_full else Path("build") / "bench.json")
     # Small headline rows must not pass for measurements.
-    benchmark = "rehearsal" if is_rehearsal(args) else f"ops_{variant}"
+    benchmark = "rehearsal" if args.headline and args.quick else f"ops_{variant}"
     results = Results.start(Path(target), benchmark, facts_of(args))
     if args.device == "cuda" or args.together:
         run_apart(chosen, results, Path(__file__), sys.argv[1:], together=args.together)
@@ -153,10 +153,6 @@ def main() -> int:
         measure_all(chosen, results, args)
     results.finish(load_after=os.getloadavg()[0])
     return report(results.rows)
-
-
-def is_rehearsal(args: argparse.Namespace) -> bool:
-    return args.headline and args.quick
 
 
 def call_all(chosen: Sequence[Point], args: argparse.Namespace) -> int:
@@ -214,7 +210,6 @@ def measure_all(chosen: Sequence[Point], results: Results, args: argparse.Namesp
         args.peers,
         min_repeats=3 if args.quick else 5,
         without_compiled=args.headline or args.device == "cuda",
-        is_rehearsal=is_rehearsal(args),
     )
     row_limit = args.row_limit if args.into else None
     with use_backend(args.backend):

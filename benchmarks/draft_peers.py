@@ -146,32 +146,15 @@ class Select(Problem):
 
     def make(self) -> None:
         tree, batch = tree_named(self.shape["tree"]), self.shape["batch"]
-        self.nodes, self.depth = tree.num_nodes, tree.max_depth
+        rows = batch * tree.num_nodes
         self.trees = pagedtree.TreeBatch.from_trees([tree] * batch, device=self.device)
-        self.survival = torch.rand(batch * self.nodes, generator=torch.Generator().manual_seed(0)).to(self.device)
-        self.budget = max(batch, batch * self.nodes // 4)
+        self.survival = torch.rand(rows, generator=torch.Generator().manual_seed(0)).to(self.device)
+        self.budget = max(batch, rows // 4)
         # Reads parents, depths and survivals; writes parents, depths, links, rows and mask words.
-        self.bytes = 12 * batch * self.nodes + self.budget * 4 * (5 + -(-self.nodes // 32))
+        self.bytes = 12 * rows + self.budget * 4 * (5 + -(-tree.num_nodes // 32))
 
-    def op(self, copy: int) -> tuple[Tensor, Tensor]:
-        kept, node_map = pagedtree.select_nodes(self.trees, self.survival, self.budget)
-        return node_map, kept.cu_nodes
-
-    def torch_ops(self, copy: int) -> tuple[Tensor, Tensor]:
-        """Pointer jumping without links and masks."""
-        batch = self.shape["batch"]
-        lowest, jump = self.survival.view(batch, -1), self.trees.parents.view(batch, -1).clamp(min=0).long()
-        reach = 1
-        while reach <= self.depth:
-            lowest = torch.minimum(lowest, lowest.gather(1, jump))
-            jump = jump.gather(1, jump)
-            reach *= 2
-        lowest = lowest.clone()
-        lowest[:, 0] = 2
-        order = lowest.flatten().sort(descending=True, stable=True).indices
-        rows = order[: self.budget].sort().values
-        counts = torch.bincount(rows // self.nodes, minlength=batch)
-        return rows.int(), torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    def op(self, copy: int) -> Any:
+        return pagedtree.select_nodes(self.trees, self.survival, self.budget)
 
 
 OPS = [
@@ -230,6 +213,7 @@ OPS = [
         },
         quick={"batch": 2},
         problem=Select,
+        peers=[ours],
         memory=lambda shape: PADDED + 300 * shape["batch"] * nodes_of(shape["tree"]),
     ),
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from suite import Op, Point, Shape
@@ -17,7 +18,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Target:
-    """A bound for one figure of a row; stretch: a better value still.
+    """A bound for one figure of a row.
 
     figure: a key of FIGURES. against: parts of peers' names or another row's name.
     """
@@ -25,13 +26,11 @@ class Target:
     figure: str
     bound: float
     against: tuple[str, ...] = ()
-    stretch: float | None = None
 
     @property
     def text(self) -> str:
         sign = ">=" if self.at_least else "<="
-        stretch = f", stretch {self.stretch:g}" if self.stretch is not None else ""
-        return " ".join([self.figure, *filter(None, [" or ".join(self.against)]), f"{sign} {self.bound:g}{stretch}"])
+        return " ".join([self.figure, *filter(None, [" or ".join(self.against)]), f"{sign} {self.bound:g}"])
 
     @property
     def at_least(self) -> bool:
@@ -150,16 +149,18 @@ than_masked = (
 )
 
 
-def us(bound: float, stretch: float | None = None) -> Target:
-    return Target("us", bound, stretch=stretch)
+def us(bound: float) -> Target:
+    return Target("us", bound)
 
 
-def bandwidth(fraction: float, stretch: float | None = None) -> Target:
-    return Target("of read bandwidth", fraction, stretch=stretch)
+def bandwidth(fraction: float) -> Target:
+    return Target("of read bandwidth", fraction)
 
 
-def attention(name: str, shape: Shape, cuda: Sequence[Target] = (), cpu: Sequence[Target] = ()) -> Headline:
-    return Headline(name, "tree_attention", shape, tuple(cuda), tuple(cpu))
+def attention(
+    name: str, shape: Shape, cuda: Sequence[Target] = (), cpu: Sequence[Target] = (), op: str = "tree_attention"
+) -> Headline:
+    return Headline(name, op, shape, tuple(cuda), tuple(cpu))
 
 
 def call(batch: int, length: int, tree: str, *cuda: Target, cpu: Sequence[Target] = (), **more: str) -> Headline:
@@ -173,7 +174,7 @@ def than_gathered(ratio: float) -> Target:
 
 RAGGED = "4641 45118 1730 1696"
 ATTENTION = [
-    call(1, 8192, "binary 16", us(14, 11), Target("us of its plan", 4), like_causal),
+    call(1, 8192, "binary 16", us(14), Target("us of its plan", 4), like_causal),
     call(1, 1024, "chain 1", us(8)),
     call(1, 2048, "binary 16"),
     call(1, 8192, "chain 1"),
@@ -220,10 +221,7 @@ ATTENTION = [
 LATENT_SMALL = {"batch": 4, "length": 4096, "tree": "binary 8"}
 
 
-def latent(name: str, shape: Shape, cuda: Sequence[Target] = (), cpu: Sequence[Target] = ()) -> Headline:
-    return Headline(name, "latent_attention", shape, tuple(cuda), tuple(cpu))
-
-
+latent = partial(attention, op="latent_attention")
 LATENT = [
     latent("latent, R 128", {"batch": 32, "length": 8192, "tree": "chain 1"}, [us(150), like_causal]),
     latent("latent, R 512", {"batch": 16, "length": 8192, "tree": "binary 4"}, [us(260), like_causal]),

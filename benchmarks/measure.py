@@ -191,24 +191,6 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
     return seconds_on_gpu(call)
 
 
-def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        result = call()
-    held = peak = 0
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    del result
-    return peak
-
-
 def _summary(values: list[float]) -> Timing:
     quartiles = statistics.quantiles(values, n=4)
     return Timing(statistics.median(values), quartiles[2] - quartiles[0], len(values))

@@ -37,11 +37,6 @@ class Step(Problem):
         self.tree = tree_named(self.shape["tree"])
         self.path = longest_path(self.tree)[: ACCEPTED + 1]
         self.draw(self.tree.num_nodes)
-        state, all_nodes = self.initial.nbytes, self.nodes * self.initial.nbytes
-        traffic = {ours.name: (2 * state, state), state_per_node.name: (all_nodes, all_nodes)}
-        self.notes = {
-            "state_traffic": {name: {"read": read, "written": written} for name, (read, written) in traffic.items()}
-        }
 
     def draw(self, nodes: int) -> None:
         shape, self.batch = self.shape, self.shape["batch"]

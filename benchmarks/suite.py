@@ -22,7 +22,6 @@ from measure import (
     interleaved_on_gpu,
     kernel_times,
     memory_bytes,
-    peak_bytes,
     waits_for_device,
     warm_seconds,
 )
@@ -210,7 +209,6 @@ class Settings:
     """bandwidth, flop_rate: the device's bytes and flops per second, measured in this run.
 
     peers: names, or parts of them; None: all. without_compiled: omits peers that compile.
-    is_rehearsal: small headline rows, whose memory does not matter.
     """
 
     device: torch.device
@@ -220,7 +218,6 @@ class Settings:
     peers: list[str] | None = None
     min_repeats: int = 5
     without_compiled: bool = False
-    is_rehearsal: bool = False
 
     def wants(self, peer: Peer, point: Point) -> str | None:
         """Returns the reason to omit the peer."""
@@ -247,16 +244,13 @@ def measured(point: Point, settings: Settings) -> dict[str, Any]:
         if device.type == "cuda":
             eager = {peer.name: reason for peer, way in ready.items() if (reason := why_eager(peer, way))}
         timings, plans = timed(problem, ready, settings, eager)
-        peaks = {}
-        if point.is_headline and not settings.is_rehearsal:
-            peaks = {peer.name: peak_bytes(lambda way=way: way.run(0), device) for peer, way in ready.items()}
         if device.type == "cuda":
             run = ready[op.peers[0]].run
             row |= {"warm_ms": warm_seconds(lambda: run(0)) * 1e3, "kernels": kernel_times(lambda: run(0))}
     finally:
         torch.set_num_threads(default_threads)
     row |= figures(problem, timings, plans, settings)
-    return row | {"peak_bytes": peaks, "eager": eager, "absent": absent, "wrong": wrong}
+    return row | {"eager": eager, "absent": absent, "wrong": wrong}
 
 
 def lacking_memory(needed: int, device: torch.device) -> str | None:
@@ -337,7 +331,6 @@ def figures(problem: Any, timings: dict[str, Timing], plans: dict[str, Timing], 
         "gb_per_s": problem.bytes / ours.median / 1e9,
         "gflop_per_s": problem.flops / ours.median / 1e9,
         "floor_ms": max(memory, arithmetic) * 1e3,
-        "bound": "arithmetic" if arithmetic > memory else "memory",
         "ratio": {peer: timing.median / ours.median for peer, timing in others},
         "ratio_with_plan": {peer: planned(peer) / planned(name) for peer, _ in others},
         "notes": getattr(problem, "notes", {}),

@@ -21,6 +21,7 @@ from pagedtree.check.cases.inputs import (
     normal,
     offsets,
     paged_views,
+    path_to,
     random_tree,
     seeded,
     views_of,
@@ -165,7 +166,7 @@ def _append_case(
 def _compactions() -> Iterator[Case]:
     for page_size in PAGE_SIZES:
         trees = [random_tree(b, n) for b, n in enumerate((39, 64, 1, 17))]
-        paths = [_path(tree.parents.tolist()) for tree in trees]
+        paths = [path_to(tree.num_nodes - 1, tree.parents) for tree in trees]
         table = random_table(page_size, 4, -(-110 // page_size), 4 * -(-110 // page_size))
         num_accepted = [len(path) - 1 for path in paths]
         yield compaction(f"page {page_size}", table, [3, 40, 7, 0], paths, num_accepted, page_size)
@@ -173,21 +174,12 @@ def _compactions() -> Iterator[Case]:
             f"page {page_size}/prepared", table, [3, 40, 7, 0], paths, num_accepted, page_size, prepared=True
         )
     table = random_table(0, 2, 65, 130)
-    chain = random_tree(5, 1000, 2).parents.tolist()
-    paths = [_path(chain), [0, 999]]
+    paths = [path_to(999, random_tree(5, 1000, 2).parents), [0, 999]]
     yield compaction("1000 nodes", table, [11, 5], paths, [len(paths[0]) - 1, 1], 16)
     yield compaction("no sequence", [], [], [], [], 16)
     yield compaction("idle", [[0, 1], [2, 3], [4, 5]], [-1, 2, 4], [[0, 2, 3], [-1], [0, 1]], [2, 1, 0], 4)
     bad = [[0, 2, -5, 7, 2**31 - 1], [0, 3, 4], [0, 3, 4]]
     yield compaction("bad ids", [[0, 99], [-3, 1], [2, 3]], [1, 2, 2**31 - 2], bad, [99, 2, 2], 4, pages=4)
-
-
-def _path(parents: list[int]) -> list[int]:
-    node, path = len(parents) - 1, []
-    while node >= 0:
-        path.append(node)
-        node = parents[node]
-    return path[::-1]
 
 
 def compaction(

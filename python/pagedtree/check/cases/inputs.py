@@ -57,6 +57,14 @@ def random_tree(seed: int, num_nodes: int, reach: int = 5) -> DraftTree:
     return DraftTree([-1, *(int(rng.integers(max(0, i - reach), i)) for i in range(1, num_nodes))])
 
 
+def path_to(node: int, parents: Sequence[int] | np.ndarray | Tensor) -> list[int]:
+    path: list[int] = []
+    while node >= 0:
+        path.insert(0, node)
+        node = int(parents[node])
+    return path
+
+
 def words64(count: int, seed: int = 0) -> Tensor:
     return torch.randint(-(2**63), 2**63 - 1, (count,), generator=seeded(seed))
 

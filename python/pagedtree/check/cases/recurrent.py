@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pagedtree import TreeBatch, advance_conv, advance_state, build_trees, tree_conv1d, tree_delta_rule
 from pagedtree.check.case import Case, Place, Results, relative
-from pagedtree.check.cases.inputs import DTYPES, int32, offsets, random_tree, seeded
+from pagedtree.check.cases.inputs import DTYPES, int32, offsets, path_to, random_tree, seeded
 from pagedtree.reference import recurrent as loops
 
 TREES, LENGTHS = (9, 0, 1, 33, 12), (5, 0, 1, 130)
@@ -61,10 +61,7 @@ def _path(trees: TreeBatch | None) -> tuple[Tensor, ...]:
         return ()
     nodes, accepted = list[list[int]](), []
     for b, (begin, end) in enumerate(zip(trees.cu_nodes.tolist(), trees.cu_nodes.tolist()[1:], strict=False)):
-        node, path = (end - begin) // 2 if b and end > begin else -1, list[int]()
-        while node >= 0:
-            path.insert(0, node)
-            node = int(trees.parents[begin + node])
+        path = path_to((end - begin) // 2 if b and end > begin else -1, trees.parents[begin:end])
         accepted.append(max(len(path) - 1, 0))
         nodes.append(path)
     width = max([len(path) for path in nodes] + [1])
