@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from named_trees import nodes_of, tree_named
 from suite import Shape, Way, peer
 from torch import Tensor
 
 import pagedtree
+from pagedtree.check.case import Place, environment
+from pagedtree.check.cases import instructions_sm90
 
 L3_BYTES = {"cpu": 64 << 20, "cuda": 128 << 20}  # exceeded by copies of the data
 LAYOUT = {"dtype": "bfloat16", "cache": "same", "lengths": "uniform", "threads": 0}
@@ -142,13 +147,32 @@ def paged_tree_causal(p: Problem) -> Way:
     return tree_way(p, has_mask=False)
 
 
+def not_hopper() -> str | None:
+    return instructions_sm90.absent(Place(torch.device("cuda"), "cuda"))
+
+
+@peer("pagedtree by wgmma", when=not_hopper, plans_on_device=True)
+def paged_tree_wgmma(p: Problem) -> Way:
+    """Forces the Hopper kernel (heads of more than 32 rows), whatever its self-test says."""
+
+    def by_wgmma(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            with environment("PAGEDTREE_ENGINE", "wgmma"):
+                return function(*arguments)
+
+        return call
+
+    way = by_wgmma(tree_way)(p)
+    return Way(by_wgmma(way.run), by_wgmma(way.plan))
+
+
 @peer("pagedtree in segments", plans_on_device=True)
 def paged_tree_segments(p: Problem) -> Way:
     """With segments of 2,048 keys: what the same bits in every batch cost."""
     return tree_way(p, segment=2048)
 
 
-OURS = [paged_tree, paged_tree_causal, paged_tree_segments]
+OURS = [paged_tree, paged_tree_causal, paged_tree_wgmma, paged_tree_segments]
 
 
 def unsupported(shape: Shape, device: torch.device) -> str | None:

@@ -3,8 +3,8 @@
     FLASHINFER_INCLUDE=FOLDER python benchmarks/flashinfer_kernel.py flashinfer_kernel.so     # paged prefill, below
     FLASHINFER_INCLUDE=FOLDER python benchmarks/flashinfer_kernel.py flashinfer_sampling.so   # see sampling_peers.py
 
-FOLDER is `flashinfer/data/include` of flashinfer-python 0.7; its neighbour `cccl` precedes the toolkit's.
-gpu_run/prepare.sh does all of this.
+FOLDER is `flashinfer/data/include` of flashinfer-python 0.7, by default the installed package's; its neighbour `cccl`
+precedes the toolkit's. gpu_run/prepare.sh does all of this.
 """
 
 from __future__ import annotations
@@ -12,22 +12,20 @@ from __future__ import annotations
 import argparse
 import ctypes
 import functools
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from carried import carried
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from attention_problem import Problem
-
 SOURCE = Path(__file__).with_name("flashinfer_kernel.cu")
 HEAD_DIM, DTYPE = 128, torch.bfloat16  # compiled into the library
-WORKSPACE, INT_WORKSPACE = 128 << 20, 8 << 20  # bytes: recommended by its documentation; as in FlashInfer
+INT_WORKSPACE = 8 << 20  # bytes, as in FlashInfer
 # FlashInfer's flags.
 FLAGS = [
     *("-std=c++17", "-O3", "-DNDEBUG", "-use_fast_math", "--expt-relaxed-constexpr", "-DFLASHINFER_ENABLE_F16"),
@@ -36,9 +34,18 @@ FLAGS = [
 CCCL = ("cub", "libcudacxx/include", "thrust")
 
 
+def include_folder() -> Path | None:
+    named = os.environ.get("FLASHINFER_INCLUDE")
+    found = None if named else importlib.util.find_spec("flashinfer")
+    for place in (found.submodule_search_locations or []) if found else []:
+        named = str(Path(place) / "data" / "include")
+    folder = Path(named) if named else None
+    return folder if folder and (folder / "flashinfer" / "attention" / "prefill.cuh").exists() else None
+
+
 def includes() -> list[str]:
-    folder = Path(os.environ.get("FLASHINFER_INCLUDE", ""))
-    if not (folder / "flashinfer" / "attention" / "prefill.cuh").exists():
+    folder = include_folder()
+    if folder is None:
         raise FileNotFoundError("FLASHINFER_INCLUDE names no folder with flashinfer/attention/prefill.cuh")
     return [f"-I{path}" for path in (*(folder.parent / "cccl" / part for part in CCCL), folder) if path.is_dir()]
 
@@ -56,7 +63,11 @@ def compile_library(target: Path) -> None:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    found = ctypes.CDLL(str(carried("flashinfer_kernel.so")))
+    return load(carried("flashinfer_kernel.so"))
+
+
+def load(path: Path) -> ctypes.CDLL:
+    found = ctypes.CDLL(str(path))
     found.flashinfer_last_error.restype = ctypes.c_char_p
     found.flashinfer_plan_bytes.restype = ctypes.c_int64
     return found
@@ -77,70 +88,75 @@ def address(tensor: Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(tensor.data_ptr() if tensor is not None else None)
 
 
-def pages_of(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns FlashInfer's offsets, pages, and rows of the last page."""
-    lengths = torch.tensor(p.lengths, dtype=torch.int32)
-    pages = -(-lengths // p.page_size)
-    indices = torch.cat([row[:count] for row, count in zip(p.page_table, pages.tolist(), strict=True)])
-    return offsets_of(pages).to(p.device), indices, (lengths - (pages - 1) * p.page_size).to(p.device)
-
-
-def offsets_of(sizes: Tensor) -> Tensor:
-    return torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).int()
-
-
 class Wrapper:
-    """Replaces BatchPrefillWithPagedKVCacheWrapper, causal or with a mask over the whole context."""
+    """Replaces BatchPrefillWithPagedKVCacheWrapper."""
 
-    def __init__(self, p: Problem, has_mask: bool) -> None:
-        if (p.head_dim, p.dtype, p.cache_dtype) != (HEAD_DIM, DTYPE, DTYPE):
+    def __init__(self, workspace: Tensor, lib: Any) -> None:
+        self.lib, self.workspace, self.device = lib, workspace, workspace.device
+        is_cuda = self.device.type == "cuda"
+        self.ints = torch.empty(INT_WORKSPACE, dtype=torch.uint8, device=self.device)
+        self.host = torch.empty(INT_WORKSPACE, dtype=torch.uint8, pin_memory=is_cuda)
+        self.overlaps = is_cuda and torch.cuda.get_device_capability() >= (9, 0)
+        self.split = ctypes.create_string_buffer(lib.flashinfer_plan_bytes())
+
+    def plan(
+        self,
+        query_indptr: Tensor,
+        page_indptr: Tensor,
+        page_indices: Tensor,
+        last_page_len: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
+        sm_scale: float,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+        custom_mask: Tensor | None = None,
+        causal: bool = False,
+    ) -> None:
+        """Plans int32 [B + 1] offsets of the device; custom_mask bool, each sequence's [queries, keys]."""
+        if (head_dim, q_data_type, kv_data_type) != (HEAD_DIM, DTYPE, DTYPE):
             raise ValueError(f"compiled for head size {HEAD_DIM} and bfloat16")
-        self.p, self.has_mask, self.lib = p, has_mask, library()
-        sizes = WORKSPACE, INT_WORKSPACE
-        self.workspace, self.ints = (torch.empty(size, dtype=torch.uint8, device=p.device) for size in sizes)
-        self.host = torch.empty(INT_WORKSPACE, dtype=torch.uint8, pin_memory=True)
-        self.overlaps = torch.cuda.get_device_capability() >= (9, 0)
-        self.split = ctypes.create_string_buffer(self.lib.flashinfer_plan_bytes())
-        self.where = p.trees.cu_nodes, *pages_of(p)
-        self.packed: Tensor | None = None
-        self.packed_indptr: Tensor | None = None
-
-    def plan(self) -> None:
-        p, (queries, pages) = self.p, (offsets.cpu() for offsets in self.where[:2])
-        sizes = p.batch, int(queries[-1]), p.heads, p.kv_heads, p.page_size
+        if (custom_mask is None) != causal:
+            raise ValueError("expected either custom_mask or causal")
+        self.where = query_indptr, page_indptr, page_indices, last_page_len
+        queries, pages = query_indptr.cpu(), page_indptr.cpu()
+        sizes = queries.numel() - 1, int(queries[-1]), num_heads, num_kv_heads, page_size
         places = (buffer.data_ptr() for buffer in (self.workspace, self.ints, self.host))
-        self.shape = Shape(*sizes, *places, WORKSPACE, INT_WORKSPACE, stream())
-        if self.has_mask:
-            self.pack()
+        self.shape = Shape(*sizes, *places, self.workspace.numel(), self.ints.numel(), self.stream())
+        self.scale, self.packed, self.packed_indptr = sm_scale, None, None
+        if custom_mask is not None:
+            keys = (pages.diff() - 1) * page_size + last_page_len.cpu()
+            self.pack(custom_mask, (queries.diff() * keys).int())
         self.call("flashinfer_plan", queries, pages, self.split)
 
-    def pack(self) -> None:
-        """The mask covers each sequence's queries and keys, so each step packs it again."""
-        p, n = self.p, self.p.tree.num_nodes
-        tree = torch.from_numpy(p.tree.mask).to(p.device)
-        prefixes = (tree.new_ones(n, length - n) for length in p.lengths)
-        mask = torch.cat([torch.cat([prefix, tree], 1).flatten() for prefix in prefixes])
-        pairs = n * torch.tensor(p.lengths, dtype=torch.int32)
-        packed = offsets_of((pairs + 7) // 8)
-        self.packed = torch.empty(int(packed[-1]), dtype=torch.uint8, device=p.device)
-        self.packed_indptr = packed.to(p.device)
-        self.call("flashinfer_pack_mask", mask, self.packed, offsets_of(pairs).to(p.device), self.packed_indptr)
+    def pack(self, mask: Tensor, pairs: Tensor) -> None:
 
-    def run(self, copy: int) -> Tensor:
-        p, out = self.p, torch.empty_like(self.p.q)
-        self.shape.stream = stream()
-        how = self.packed, self.packed_indptr, ctypes.c_float(p.scale), int(self.overlaps)
-        self.call("flashinfer_run", self.split, p.q, p.k[copy], p.v[copy], out, *self.where, *how)
+        def offsets(sizes: Tensor) -> Tensor:
+            return torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).int()
+
+        packed = offsets((pairs + 7) // 8)
+        self.packed = torch.empty(int(packed[-1]), dtype=torch.uint8, device=self.device)
+        self.packed_indptr = packed.to(self.device)
+        self.call("flashinfer_pack_mask", mask, self.packed, offsets(pairs).to(self.device), self.packed_indptr)
+
+    def run(self, q: Tensor, caches: tuple[Tensor, Tensor]) -> Tensor:
+        """q, out [T, Hq, 128]; caches [pages, page_size, Hkv, 128], contiguous."""
+        out = torch.empty_like(q)
+        self.shape.stream = self.stream()
+        how = self.packed, self.packed_indptr, ctypes.c_float(self.scale), int(self.overlaps)
+        self.call("flashinfer_run", self.split, q, *caches, out, *self.where, *how)
         return out
+
+    def stream(self) -> int:
+        return torch.cuda.current_stream().cuda_stream if self.device.type == "cuda" else 0
 
     def call(self, name: str, *arguments: Any) -> None:
         passed = [address(a) if a is None or isinstance(a, Tensor) else a for a in arguments]
         if getattr(self.lib, name)(ctypes.byref(self.shape), *passed):
             raise RuntimeError(f"{name}: {self.lib.flashinfer_last_error().decode()}")
-
-
-def stream() -> int:
-    return torch.cuda.current_stream().cuda_stream
 
 
 def main() -> int:

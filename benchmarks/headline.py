@@ -137,7 +137,7 @@ def scaled(shape: Shape) -> Shape:
 # Attention ------------------------------------------------------------------------------------------------------------
 
 KV_256MB = {"batch": 8, "length": 8192}
-CUSTOM_MASK = ("FlashInfer's kernel (custom mask)",)
+CUSTOM_MASK = ("FlashInfer (custom mask)", "FlashInfer's kernel (custom mask)")
 OTHERS = ("SDPA on gathered KV", "FlexAttention", "Triton unified")
 
 like_causal = Target("x the time of", 1.02, ("pagedtree causal",))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from attention_problem import (
     unsupported,
 )
 from carried import carried, loaded_by
+from gpu_attention_peers import HAS_FLASHINFER, pages_of, workspace
 from named_trees import nodes_of
 from suite import Op, Shape, Way, check_mean_error, lacking_memory, peer
 from torch import Tensor
@@ -158,6 +160,23 @@ def flash_mla(p: LatentProblem) -> Way:
     return Way(run, plan)
 
 
+@peer("FlashInfer MLA (causal)", when=HAS_FLASHINFER, like=paged_tree_causal)
+def flashinfer_mla(p: LatentProblem) -> Way:
+    """A row's parts are separate tensors."""
+    wrapper = importlib.import_module("flashinfer.mla").BatchMLAPagedAttentionWrapper(workspace(p))
+    offsets, indices, _ = pages_of(p)
+    sizes = p.heads, RANK, ROTATED, p.page_size, True, p.scale, p.dtype, p.cache_dtype
+
+    def plan() -> None:
+        wrapper.plan(p.trees.cu_nodes, offsets, indices, p.seq_lens, *sizes)
+
+    def run(copy: int) -> Tensor:
+        return wrapper.run(*(part for x in (p.q, p.k[copy][:, :, 0]) for part in x.split([RANK, ROTATED], -1)))
+
+    plan()
+    return Way(run, plan)
+
+
 # The op --------------------------------------------------------------------------------------------------------------
 
 
@@ -193,7 +212,7 @@ LATENT_ATTENTION = Op(
     ],
     quick={"batch": 1, "length": 1024, "heads": "16/1"},
     problem=LatentProblem,
-    peers=[*OURS, sdpa_on_expanded_heads, sdpa_on_gathered_rows, flash_mla],
+    peers=[*OURS, sdpa_on_expanded_heads, sdpa_on_gathered_rows, flash_mla, flashinfer_mla],
     memory=memory_of,
     check=check,
     unsupported=unsupported,

@@ -1,20 +1,22 @@
-"""Ops that compare target and draft probabilities, against torch ops."""
+"""Ops that compare target and draft probabilities, against torch ops and FlashInfer."""
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from suite import Shape
+from suite import Mismatch, Shape, Way, package, peer
 from torch import Tensor
 from verify_peers import (
     ACCEPTED,
     Outcome,
     Problem,
     Rule,
+    Verification,
     best_tokens,
     check_outcome,
     children_of,
@@ -222,6 +224,39 @@ def torch_typical(problem: DrawnProblem, i: int) -> Outcome:
     return paths, [[*(drafts[b * n + node] for node in path[1:]), best[b]] for b, path in enumerate(paths)]
 
 
+# FlashInfer: chains ---------------------------------------------------------------------------------------------------
+
+
+@peer("FlashInfer", when=package("flashinfer", "cuda"))
+def flashinfer_chain(verification: Verification) -> Way:
+    """Verification follows FlashInfer's softmax and filters."""
+    problem, n = verification.problem, verification.problem.tree.num_nodes
+    if n != problem.tree.max_depth + 1 or verification.rule.variant != "iid":
+        raise ValueError("chains whose drafts were drawn only")
+    sampling = importlib.import_module("flashinfer").sampling
+
+    def distribution(logits: Tensor) -> Tensor:
+        params = problem.params or {}
+        probs = sampling.softmax(logits, temperature=params.get("temperature", 1.0))
+        if params.get("top_k", 0):
+            probs = sampling.top_k_renorm_probs(probs, params["top_k"])
+        return sampling.top_p_renorm_probs(probs, params["top_p"]) if params.get("top_p", 1.0) < 1 else probs
+
+    def run(copy: int) -> Tensor:
+        target = distribution(problem.logits[copy]).view(problem.batch, n, -1)
+        draft = problem.draft_probs[copy].view(problem.batch, n - 1, -1)
+        drafts = problem.drafts[copy].view(problem.batch, n)[:, 1:].int()
+        return sampling.chain_speculative_sampling(draft, drafts, target)[0]
+
+    def check() -> None:
+        with problem.sure():
+            verdict, tokens = by_ratio(pagedtree.verify_rejection, "iid")(problem, 0), run(0)
+        if not torch.equal(verdict.tokens[:, : tokens.shape[1]], tokens.long()):
+            raise Mismatch("FlashInfer's tokens differ from pagedtree's")
+
+    return Way(run, check=check)
+
+
 # Checks ---------------------------------------------------------------------------------------------------------------
 
 
@@ -250,7 +285,7 @@ def unless_chain(shape: Shape, device: torch.device) -> str | None:
 
 
 OPS = [
-    op_of("verify_rejection", RULES, DrawnProblem, headline=({"tree": "chain 32"},)),
+    op_of("verify_rejection", RULES, DrawnProblem, headline=({"tree": "chain 32"},), peers=(flashinfer_chain,)),
     op_of("verify_traversal", RULES, DrawnProblem, chain=torch_chain),
     op_of("verify_typical", RULES, DrawnProblem),
     op_of("verify_block", RULES, DrawnProblem, "chain 32", CHAINS, chain=torch_chain, unsupported=unless_chain),

@@ -1,4 +1,4 @@
-"""GPU peers of `sample`: FlashInfer's kernels through ctypes (carried.py), vLLM's Gumbel sampler in Triton."""
+"""GPU peers of `sample`: FlashInfer, its kernels through ctypes (carried.py), vLLM's Gumbel sampler in Triton."""
 
 from __future__ import annotations
 
@@ -42,6 +42,21 @@ def row_sampler(verification: Verification, draw: Callable[[Tensor, Params], Ten
         rule.check(problem, lambda logits, row: draw(logits.contiguous(), params), whose)
 
     return Way(lambda copy: draw(problem.logits[copy], params), check=check)
+
+
+@peer("FlashInfer", when=package("flashinfer", "cuda"))
+def flashinfer_sampling(verification: Verification) -> Way:
+    sampling = importlib.import_module("flashinfer").sampling
+
+    def draw(logits: Tensor, params: Params) -> Tensor:
+        probs = sampling.softmax(logits.contiguous(), temperature=params.temperature)
+        if params.top_k:
+            return sampling.top_k_top_p_sampling_from_probs(probs, params.top_k, params.top_p)
+        if params.top_p < 1:
+            return sampling.top_p_sampling_from_probs(probs, params.top_p)
+        return sampling.sampling_from_probs(probs)
+
+    return row_sampler(verification, draw, "FlashInfer's")
 
 
 def call(name: str, *arguments: Any) -> None:
@@ -111,4 +126,4 @@ def vllm_gumbel(verification: Verification) -> Way:
     return row_sampler(verification, draw, "vLLM's")
 
 
-PEERS = (flashinfer_sampling_kernels, vllm_gumbel)
+PEERS = (flashinfer_sampling, flashinfer_sampling_kernels, vllm_gumbel)
