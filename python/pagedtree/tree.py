@@ -20,6 +20,8 @@ __all__ = ["DraftTree", "TreeBatch", "build_trees", "mask_words"]
 
 MAX_NODES = 1024
 
+VerdictTensors = tuple[Tensor, Tensor, Tensor, Tensor]  # the fields of a `Verdict`
+
 
 def _assume_constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
     """Acts as torch.compiler.assume_constant_result without importing the compiler."""
@@ -437,4 +439,15 @@ def _build_trees_fake(
         torch.empty_like(parents),
         parents.new_empty((parents.shape[0], words)),
         parents.new_empty((cu_nodes.shape[0] - 1,), dtype=torch.bool),
+    )
+
+
+def empty_verdict(logits: Tensor, cu_nodes: Tensor, max_depth: int) -> VerdictTensors:
+    """Returns a verify op's outputs uninitialised."""
+    batch = cu_nodes.shape[0] - 1
+    return (
+        logits.new_empty((batch, max_depth + 1), dtype=torch.int32),
+        logits.new_empty((batch,), dtype=torch.int32),
+        logits.new_empty((batch, max_depth + 1), dtype=torch.int64),
+        logits.new_empty((batch,), dtype=torch.int32),
     )

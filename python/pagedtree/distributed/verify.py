@@ -2,45 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-import pagedtree
 from pagedtree._arguments import expect_type
 from pagedtree._ops import call, ops, register_fake
 from pagedtree.distributed.protocol import END_WORDS, LEFT_WORDS, ROW_WORDS, Round, Weigh, num_digits
 from pagedtree.distributed.shards import VocabShards
 from pagedtree.options import CHANGES_LOGITS, RequestOptions, option_arguments
 from pagedtree.sampling_params import SamplingParams
-from pagedtree.tree import MAX_NODES, TreeBatch
-from pagedtree.verify import Verdict, empty_verdict
+from pagedtree.tree import MAX_NODES, TreeBatch, VerdictTensors, empty_verdict
 
-__all__ = ["sample", "sample_shards", "verify_greedy", "verify_rejection", "verify_sampled", "verify_shards"]
+__all__ = ["sample_shards", "verify_shards"]
 
 GREEDY = SamplingParams(temperature=0.0)
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _on_shards(function: Callable[P, R]) -> Callable[P, R]:
-    """Makes `shards` required."""
-
-    @wraps(function)
-    def on_shards(*args: P.args, **kwargs: P.kwargs) -> R:
-        expect_type("shards", kwargs.get("shards"), VocabShards)
-        return function(*args, **kwargs)
-
-    return on_shards
-
-
-sample, verify_greedy = _on_shards(pagedtree.sample), _on_shards(pagedtree.verify_greedy)
-verify_rejection, verify_sampled = _on_shards(pagedtree.verify_rejection), _on_shards(pagedtree.verify_sampled)
 
 
 def sample_shards(
@@ -73,7 +51,7 @@ def verify_shards(
     options: RequestOptions | None = None,
     draft_params: SamplingParams | None = None,
     **given: Any,
-) -> Verdict:
+) -> VerdictTensors:
     """`pagedtree.verify_<rule>` on vocabulary shards."""
     op, probs, max_children = f"verify_{rule}", given.get("draft_probs"), given.get("max_children")
     if draft_params is not None:
@@ -213,19 +191,13 @@ class _Rows:
 
     def follow(
         self, words: Tensor, draft_tokens: Tensor, draft_to_target: Tensor | None, tokens_left: Tensor | None
-    ) -> Verdict:
-        return Verdict(
-            *call(
-                ops.follow_shards,
-                self.rows,
-                words,
-                *self.tree_arguments(draft_tokens),
-                last=self.last,
-                vocab=self.shards.vocab,
-                draft_to_target=draft_to_target,
-                tokens_left=tokens_left,
-            )
+    ) -> VerdictTensors:
+        given = {"draft_to_target": draft_to_target, "tokens_left": tokens_left}
+        trees = self.tree_arguments(draft_tokens)
+        verdict: VerdictTensors = call(
+            ops.follow_shards, self.rows, words, *trees, last=self.last, vocab=self.shards.vocab, **given
         )
+        return verdict
 
     def tree_arguments(self, draft_tokens: Tensor) -> tuple[Any, ...]:
         trees = self.trees
@@ -265,7 +237,7 @@ class _Weighed:
         self.trees = rows.tree_arguments(draft_tokens)
         self.left = rows.logits.new_zeros((rows.num_rows, LEFT_WORDS), dtype=torch.int64)
 
-    def verify(self, max_children: int | None, **streams: Tensor | None) -> Verdict:
+    def verify(self, max_children: int | None, **streams: Tensor | None) -> VerdictTensors:
         trees, group = self.rows.trees, self.rows.shards._group
         assert trees is not None
         received = masses = group.total(self._weigh(Weigh.MASSES), "the drafts' masses")
@@ -284,7 +256,7 @@ class _Weighed:
         at = num_accepted.long()[:, None]
         draws = ends[:, :1] >= 0
         tokens = tokens.scatter(1, at, torch.where(draws, bonus, tokens.gather(1, at)))
-        return Verdict(accept_index, num_accepted, tokens, status)
+        return accept_index, num_accepted, tokens, status
 
     def _weigh(
         self, round_: Weigh, received: Tensor | None = None, *, ends: Tensor | None = None, index: int = 0

@@ -26,10 +26,9 @@ from pagedtree.generation.drafters.base import as_drafter, best_trees
 from pagedtree.generation.drafters.limits import Question
 from pagedtree.generation.rules import Sampling
 from pagedtree.integrations.transformers import ModelDrafter, tensor_parallel
-from pagedtree.integrations.vllm.limits import MAX_NODES
 from pagedtree.integrations.vllm.proposals import Proposal, host_proposals, padded
 from pagedtree.integrations.vllm.texts import Texts
-from pagedtree.integrations.vllm.tree_drafter import SECTION, TreeDrafter
+from pagedtree.integrations.vllm.tree_drafter import MAX_NODES, SECTION, TreeDrafter
 from pagedtree.integrations.vllm.whole_ends import WholeEnds
 
 __all__ = [

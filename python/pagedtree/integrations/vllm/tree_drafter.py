@@ -11,13 +11,14 @@ import numpy as np
 from torch import Tensor
 from vllm.distributed import get_tp_group
 
+import pagedtree_plugins
 from pagedtree import Draft
-from pagedtree.integrations.vllm.limits import MAX_NODES, check_worker
 from pagedtree.integrations.vllm.proposals import NO_GUESS, Proposal, cut_at
 from pagedtree.integrations.vllm.tuned import BatchTuner, Pass
 
-__all__ = ["Proposed", "TreeDrafter", "read_only"]
+__all__ = ["Proposed", "TreeDrafter", "check_worker", "read_only"]
 
+MAX_NODES = 1024
 SECTION = 'additional_config["pagedtree"]'
 
 # A proposal as a drafter returns it: draft tokens, parents and, where it knows them, log-probabilities.
@@ -269,3 +270,15 @@ def _check_option(name: str, value: Any, default: Any, largest: int | None) -> N
         types = (int, float) if isinstance(default, float) else (type(default),)
         if not isinstance(value, types) or isinstance(value, bool) > isinstance(default, bool):
             raise ValueError(f"{SECTION}: expected {name} of type {types[-1].__name__}, got {value!r:.60}")
+
+
+def check_worker(vllm_config: Any) -> None:
+    """Raises ValueError without PAGEDTREE_PLUGINS=vllm, and for vLLM's own worker: on runner V2 it would silently draft
+    with vLLM's n-grams."""
+    pagedtree_plugins.check()
+    worker = vllm_config.parallel_config.worker_cls
+    if not isinstance(worker, str) or worker == "auto" or worker.startswith("vllm."):
+        raise ValueError(
+            "draft trees: expected worker_cls = pagedtree.integrations.vllm.worker.TreeGPUWorker (on CPUs"
+            f" TreeCPUWorker), got {worker}"
+        )
