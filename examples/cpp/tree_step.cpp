@@ -49,16 +49,16 @@ void link(const pagedtree::Backend& backend, const pagedtree::ExecContext& ctx, 
   pagedtree::BuildTreesParams params{};
   params.parents = trees.parents.data();
   params.cu_nodes = trees.cu_nodes.data();
-  params.depths = trees.depths.data();
-  params.first_child = trees.first_child.data();
-  params.next_sibling = trees.next_sibling.data();
-  params.mask = trees.mask.data();
-  params.valid = trees.valid.get();
+  params.trees.depths = trees.depths.data();
+  params.trees.first_child = trees.first_child.data();
+  params.trees.next_sibling = trees.next_sibling.data();
+  params.trees.mask = trees.mask.data();
+  params.trees.valid = trees.valid.get();
   params.batch = trees.batch();
   params.num_rows = trees.num_rows();
   params.max_nodes = pagedtree::kMaskWordBits;
   params.max_depth = pagedtree::kMaskWordBits - 1;
-  params.mask_words = 1;
+  params.trees.mask_words = 1;
   backend.build_trees(params, ctx);
 }
 
