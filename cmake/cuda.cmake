@@ -22,11 +22,11 @@ set(PAGEDTREE_CUDA_SOURCES
   csrc/cuda/recurrent/conv1d.cu
   csrc/cuda/recurrent/delta_rule.cu
   csrc/cuda/logits/sampling.cu
-  csrc/cuda/shards.cu
   csrc/cuda/rules.cu
   csrc/cuda/trees.cu
   csrc/cuda/verify/rules.cu
   csrc/cuda/verify/sampled.cu
+  csrc/cuda/verify/shards.cu
 )
 # For Hopper alone: wgmma and TMA.
 set(PAGEDTREE_SM90_SOURCES

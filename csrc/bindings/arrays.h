@@ -3,6 +3,7 @@
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -45,13 +46,12 @@ struct BatchNodes {
     }
     const int32_t count = begin[num_trees];
     first.assign(begin, begin + num_trees + 1);
-    tree.resize(count), parent.resize(count), depth.resize(count), rank.resize(count);
+    parent.resize(count), depth.resize(count), rank.resize(count);
     std::vector<int32_t> num_children(count, 0);
     for (int32_t b = 0; b < num_trees; ++b) {
       for (int32_t row = begin[b]; row < begin[b + 1]; ++row) {
         const int64_t above = int64_t{begin[b]} + of_tree[row];
         const bool is_root = of_tree[row] < 0 || above >= row;
-        tree[row] = b;
         parent[row] = is_root ? row : static_cast<int32_t>(above);
         depth[row] = is_root ? 0 : depth[above] + 1;
         rank[row] = is_root ? 0 : std::min(num_children[above]++, kMaxRanks - 1);
@@ -63,7 +63,6 @@ struct BatchNodes {
 
   int32_t num_trees;
   std::vector<int32_t> first;   // first row per tree, then the number of rows
-  std::vector<int32_t> tree;    // per node
   std::vector<int32_t> parent;  // row; of a root itself
   std::vector<int32_t> depth;   // below the root
   std::vector<int32_t> rank;    // among its siblings, at most kMaxRanks - 1

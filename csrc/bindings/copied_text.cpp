@@ -1,12 +1,14 @@
-#include "bindings/copied_text.h"
-
+// Likelihood of guesses copied from the text (pagedtree.generation.drafters.NgramDrafter).
 #include <algorithm>
 #include <cmath>
 #include <iterator>
+#include <utility>
 #include <vector>
 
-namespace pagedtree {
+#include "bindings/arrays.h"
+#include "bindings/module.h"
 
+namespace pagedtree {
 namespace {
 
 // Probability of a guess by the number of matching tokens before it; times kOthers if another continuation precedes it.
@@ -20,8 +22,9 @@ int64_t same_before(const int64_t* text, int64_t length, int64_t end, int64_t lo
   return same;
 }
 
-}  // namespace
-
+// Returns int64 [N], the equal tokens before each node and an earlier copy of it: at most `longest` of the text, plus
+// drafted ones; 0 at roots and without a copy. And float [N], joint log-probabilities from these.
+// tokens: [B, capacity]. lengths: [B]. offsets: [B + 1], parents, draft_tokens: [N or more], of the trees.
 std::pair<Array<int64_t>, Array<float>> copied_text(const Array<int64_t>& tokens, const Array<int32_t>& lengths,
                                                     const Array<int32_t>& offsets, const Array<int32_t>& parents,
                                                     const Array<int64_t>& draft_tokens, int64_t longest) {
@@ -64,6 +67,14 @@ std::pair<Array<int64_t>, Array<float>> copied_text(const Array<int64_t>& tokens
     log_probs.mutable_at(row) = static_cast<float>(joint[row]);
   }
   return {same, log_probs};
+}
+
+}  // namespace
+
+void bind_copied_text(py::module_& m) {
+  m.def("copied_text", &copied_text, py::arg("tokens"), py::arg("lengths"), py::arg("offsets"), py::arg("parents"),
+        py::arg("draft_tokens"), py::arg("longest"),
+        "How much of the text in front of each guess is that of an earlier copy, and log-probabilities by that.");
 }
 
 }  // namespace pagedtree

@@ -1,7 +1,10 @@
-#include "bindings/explain.h"
+// Explains the launches of the CUDA attention kernel for given lengths, without a GPU.
+#include <pybind11/stl.h>
 
+#include <string>
 #include <vector>
 
+#include "bindings/module.h"
 #include "bindings/replay.h"
 #include "core/engine.h"
 #include "cuda/attention/config.h"
@@ -81,8 +84,8 @@ py::dict explain_launch(const WorkShape& work, const TileShape& tile, const Surr
   return result;
 }
 
-}  // namespace
-
+// Returns per launch: sequences, tile, residency on the device, the plan's cuts, and a replay of its CTAs (replay.h).
+// The caller checks the arguments.
 py::list explain_attention(const std::vector<int32_t>& query_lens, const std::vector<int32_t>& seq_lens,
                            int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim, int32_t head_dim_v, bool latent,
                            int32_t kv_bytes, int64_t max_seqlen_q, int64_t window, int32_t num_sms,
@@ -113,6 +116,7 @@ py::list explain_attention(const std::vector<int32_t>& query_lens, const std::ve
   return launches;
 }
 
+// Returns the engine's tiles as (columns of K, columns of V) -> rows, without tiles only for latent caches.
 py::dict attention_tiles(const std::string& engine) {
   const MatrixEngine chosen = engine_named(engine, "attention_tiles: engine: expected mma.sync or wgmma");
   py::dict tiles;
@@ -128,6 +132,18 @@ py::tuple head_dims() {
   py::list sizes;
   for (const HeadDims& dims : kHeadDims) sizes.append(py::make_tuple(dims.k, dims.v));
   return py::tuple(sizes);
+}
+
+}  // namespace
+
+void bind_explain(py::module_& m) {
+  m.def("explain_attention", &explain_attention, py::arg("query_lens"), py::arg("seq_lens"), py::arg("num_q_heads"),
+        py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("head_dim_v"), py::arg("latent"), py::arg("kv_bytes"),
+        py::arg("max_seqlen_q"), py::arg("window"), py::arg("num_sms"), py::arg("max_shared_bytes"),
+        py::arg("l2_bytes"), py::arg("engine"), "The CUDA kernel's tile and cuts for a batch; see pagedtree.explain.");
+  m.def("attention_tiles", &attention_tiles, py::arg("engine"),
+        "The CUDA kernels' tiles: (head_dim, head_dim_v) -> their rows, without those for latent caches alone.");
+  m.attr("HEAD_DIMS") = head_dims();  // supported columns of K and V
 }
 
 }  // namespace pagedtree

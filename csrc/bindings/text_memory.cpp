@@ -1,9 +1,11 @@
-#include "bindings/text_memory.h"
-
+// Searches earlier texts (pagedtree.generation.drafters.TextMemory keeps them).
 #include <algorithm>
+#include <vector>
+
+#include "bindings/arrays.h"
+#include "bindings/module.h"
 
 namespace pagedtree {
-
 namespace {
 
 struct Place {
@@ -13,8 +15,9 @@ struct Place {
   int votes;  // places with the same next token
 };
 
-}  // namespace
-
+// Returns int64 [n, max_ngram + length + 1], n <= most, best row last: the tokens around the places of a chain, then
+// -1. tokens, before: [size], the ring, and each place's predecessor in its chain, which begins at `newest` and ends
+// before `oldest`, at a negative place, or after max_places. end: the last tokens of a text, at least `context`.
 Array<int64_t> former_continuations(const Array<int32_t>& tokens, const Array<int64_t>& before, int64_t newest,
                                     int64_t oldest, const std::vector<int64_t>& end, int64_t context, int64_t max_ngram,
                                     int64_t length, int64_t most, int64_t max_places) {
@@ -57,6 +60,15 @@ Array<int64_t> former_continuations(const Array<int32_t>& tokens, const Array<in
     *out++ = -1;
   }
   return rows;
+}
+
+}  // namespace
+
+void bind_text_memory(py::module_& m) {
+  m.def("former_continuations", &former_continuations, py::arg("tokens"), py::arg("before"), py::arg("newest"),
+        py::arg("oldest"), py::arg("end"), py::arg("context"), py::arg("max_ngram"), py::arg("length"), py::arg("most"),
+        py::arg("max_places"),
+        "What stands around the places where former texts end as a text does; see TextMemory.continuations.");
 }
 
 }  // namespace pagedtree

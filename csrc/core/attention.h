@@ -18,55 +18,15 @@ struct PagedCache {
 // passed (cuda/engine.h).
 enum class MatrixEngine : int32_t { kMmaSync, kWgmma, kAuto };
 
-// B sequences, T query tokens with padding, Hq = Hkv * group_size heads, D head_dim, Dv head_dim_v, W mask_words.
-struct TreeAttentionParams {
-  const void* q;       // [T, Hq, D]
-  PagedCache k_cache;  // [pages, page_size, Hkv, D]
-  PagedCache v_cache;  // [pages, page_size, Hkv, Dv]
-  PageTable table;
+// A step's batch, common to its plan and its calls: B sequences, T query tokens with padding, Hq = Hkv * group_size
+// heads, D head_dim, Dv head_dim_v.
+struct AttentionBatch {
   const int32_t* seq_lens;      // [B]
   const int32_t* cu_seqlens_q;  // [B + 1]
-  const int32_t* tree_mask;     // [T, W] or null: causal
-  const int32_t* tree_lens;     // [B] or null: the query lengths
-  const float* sinks;           // [Hq] or null
-  const float* k_scale;         // [Hkv], [1] with k_scale_stride 0, or null: 1
-  const float* v_scale;         // likewise
-  int32_t* plan;                // [plan_size(segment)], see schedule.h
-  void* out;                    // [T, Hq, Dv]
-  float* lse;                   // [T, Hq] or null
-  void* scratch;                // Backend::tree_attention_scratch() bytes
-  int64_t q_token_stride, q_head_stride;
-  int64_t out_token_stride, out_head_stride;
-  int64_t lse_token_stride, lse_head_stride;
-  int64_t mask_stride;
-  int64_t k_scale_stride, v_scale_stride;
+  const int32_t* tree_lens;     // [B] or null: the query lengths; in a plan all queries then count as causal
+  int32_t* plan;                // [plan_size(segment)], see schedule.h; written by attention_plan
   int64_t batch;
-  int64_t num_tokens;
-  int64_t num_pages;
-  int64_t window;        // 0: none
-  int64_t max_seqlen_q;  // a hint
-  int64_t segment;       // the plan's; 0: none
-  int32_t num_kv_heads;
-  int32_t group_size;
-  int32_t head_dim;
-  int32_t head_dim_v;
-  int32_t mask_words;
-  DType q_dtype;  // of q and out
-  DType kv_dtype;
-  float scale;
-  float softcap;  // 0: none
-  MatrixEngine engine;
-  bool latent;  // one KV head, whose V is the first Dv columns of K
-};
-
-struct AttentionPlanParams {
-  const int32_t* seq_lens;      // [B]
-  const int32_t* cu_seqlens_q;  // [B + 1]
-  const int32_t* tree_lens;     // [B] or null: all queries count as causal
-  int32_t* plan;                // [plan_size(segment)] out
-  int64_t batch;
-  int64_t num_tokens;  // bound on T
-  int64_t max_seq_len;
+  int64_t num_tokens;    // T, in a plan a bound
   int64_t window;        // 0: none
   int64_t max_seqlen_q;  // a hint
   int64_t segment;       // keys, a multiple of kKvTile; 0: none
@@ -74,8 +34,38 @@ struct AttentionPlanParams {
   int32_t group_size;
   int32_t head_dim;
   int32_t head_dim_v;
-  MatrixEngine engine;  // of the calls
-  bool latent;
+  MatrixEngine engine;  // equal in the plan and its calls
+  bool latent;          // one KV head, whose V is the first Dv columns of K
+};
+
+struct AttentionPlanParams : AttentionBatch {
+  int64_t max_seq_len;
+};
+
+// W mask_words.
+struct TreeAttentionParams : AttentionBatch {
+  const void* q;       // [T, Hq, D]
+  PagedCache k_cache;  // [pages, page_size, Hkv, D]
+  PagedCache v_cache;  // [pages, page_size, Hkv, Dv]
+  PageTable table;
+  const int32_t* tree_mask;  // [T, W] or null: causal
+  const float* sinks;        // [Hq] or null
+  const float* k_scale;      // [Hkv], [1] with k_scale_stride 0, or null: 1
+  const float* v_scale;      // likewise
+  void* out;                 // [T, Hq, Dv]
+  float* lse;                // [T, Hq] or null
+  void* scratch;             // Backend::tree_attention_scratch() bytes
+  int64_t q_token_stride, q_head_stride;
+  int64_t out_token_stride, out_head_stride;
+  int64_t lse_token_stride, lse_head_stride;
+  int64_t mask_stride;
+  int64_t k_scale_stride, v_scale_stride;
+  int64_t num_pages;
+  int32_t mask_words;
+  DType q_dtype;  // of q and out
+  DType kv_dtype;
+  float scale;
+  float softcap;  // 0: none
 };
 
 struct MergeStatesParams {

@@ -12,7 +12,7 @@
 #include "core/recurrent.h"
 #include "core/sampling.h"
 #include "core/select_nodes.h"
-#include "core/shard_distributions.h"
 #include "core/step.h"
 #include "core/tree.h"
 #include "core/verify/rules.h"
+#include "core/verify/shard_distributions.h"

@@ -9,6 +9,8 @@
 
 namespace pagedtree {
 
+constexpr int kWgmmaSharedBytes = 227 << 10;  // limit per CTA on Hopper
+
 constexpr const char* engine_name(MatrixEngine engine) {
   switch (engine) {
     case MatrixEngine::kMmaSync:

@@ -5,7 +5,7 @@
 
 #include "core/sampling.h"
 #include "core/tree.h"
-#include "core/verify/tree_walk.h"
+#include "core/tree_walk.h"
 
 namespace pagedtree {
 

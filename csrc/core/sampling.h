@@ -71,7 +71,7 @@ PT_HOST_DEVICE float inverse_temperature(float temperature) {
 struct Peak {
   float logit = -kInfinity;
   int32_t token = 0;    // lowest id that attains it
-  uint8_t has_nan = 0;  // not bool: may come from a caller's memory (core/shards.h)
+  uint8_t has_nan = 0;  // not bool: may come from a caller's memory (core/verify/shards.h)
 };
 
 struct Scale {

@@ -7,21 +7,6 @@
 
 namespace pagedtree {
 
-struct BuildTreesParams {
-  const int32_t* parents;   // [N] local index in the tree, -1 at the root
-  const int32_t* cu_nodes;  // [B + 1]
-  int32_t* depths;          // [N] out
-  int32_t* first_child;     // [N] out
-  int32_t* next_sibling;    // [N] out
-  int32_t* mask;            // [N, mask_words] out, contiguous
-  bool* valid;              // [B] out
-  int64_t batch;
-  int64_t num_rows;  // N, padding rows included
-  int32_t max_nodes;
-  int32_t max_depth;
-  int32_t mask_words;
-};
-
 // Fields of a batch of trees with R rows, written.
 struct TreeOutput {
   int32_t* cu_nodes;      // [B + 1]
@@ -32,6 +17,16 @@ struct TreeOutput {
   int32_t* mask;          // [R, mask_words]
   bool* valid;            // [B]
   int32_t mask_words;
+};
+
+struct BuildTreesParams {
+  const int32_t* parents;   // [N] local index in the tree, -1 at the root
+  const int32_t* cu_nodes;  // [B + 1]
+  TreeOutput trees;         // N rows out, without cu_nodes and parents
+  int64_t batch;
+  int64_t num_rows;  // N, padding rows included
+  int32_t max_nodes;
+  int32_t max_depth;
 };
 
 // Rows [begin, end), within the batch for any offsets.
@@ -84,11 +79,10 @@ PT_HOST_DEVICE NodeRange used_rows(const int32_t* cu_offsets, int64_t batch, int
   return {begin, clamp_to(rows_of_search(cu_offsets, batch, batch, num_rows).begin, begin, num_rows)};
 }
 
-PT_HOST_DEVICE void clear_node(const BuildTreesParams& p, int64_t row) {
-  p.depths[row] = -1;
-  p.first_child[row] = -1;
-  p.next_sibling[row] = -1;
-  for (int32_t w = 0; w < p.mask_words; ++w) p.mask[row * p.mask_words + w] = 0;
+// Writes all but the parent.
+PT_HOST_DEVICE void clear_node(const TreeOutput& trees, int64_t row) {
+  trees.depths[row] = trees.first_child[row] = trees.next_sibling[row] = -1;
+  for (int32_t w = 0; w < trees.mask_words; ++w) trees.mask[row * trees.mask_words + w] = 0;
 }
 
 // Sets the bits of `node` and its ancestors. Indices fall towards the root, so words complete in order.
@@ -109,8 +103,8 @@ PT_HOST_DEVICE void write_ancestors(int32_t* words, int32_t mask_words, const in
 }
 
 PT_HOST_DEVICE void clear_row(const TreeOutput& trees, int64_t row) {
-  trees.parents[row] = trees.depths[row] = trees.first_child[row] = trees.next_sibling[row] = -1;
-  for (int32_t w = 0; w < trees.mask_words; ++w) trees.mask[row * trees.mask_words + w] = 0;
+  trees.parents[row] = -1;
+  clear_node(trees, row);
 }
 
 // Links `node` of the tree at row `begin`, after the nodes before it. `last_child` has an entry per node.
@@ -127,34 +121,29 @@ PT_HOST_DEVICE void append_child(const TreeOutput& trees, int64_t begin, int32_t
 // `last_child`: scratch of kMaxTreeNodes entries.
 PT_HOST_DEVICE bool build_tree(const BuildTreesParams& p, int64_t b, int16_t* last_child) {
   const NodeRange rows = node_range(p.cu_nodes, p.batch, b, p.num_rows);
+  const TreeOutput& trees = p.trees;
   bool valid = rows.size() > 0 && rows.size() <= p.max_nodes;
   for (int64_t row = rows.begin; row < rows.end; ++row) {
-    clear_node(p, row);
+    clear_node(trees, row);
     const int32_t node = static_cast<int32_t>(row - rows.begin);
     const int32_t parent = p.parents[row];
     if (node == 0) {
       valid = valid && parent == -1;
-      p.depths[row] = 0;
+      trees.depths[row] = 0;
     } else {
       const bool known = node < p.max_nodes && parent >= 0 && parent < node;
-      const int32_t parent_depth = known ? p.depths[rows.begin + parent] : -1;
+      const int32_t parent_depth = known ? trees.depths[rows.begin + parent] : -1;
       if (parent_depth < 0 || parent_depth >= p.max_depth) {
         valid = false;
         continue;
       }
-      const int64_t parent_row = rows.begin + parent;
-      p.depths[row] = parent_depth + 1;
-      for (int32_t w = 0; w < p.mask_words; ++w) {
-        p.mask[row * p.mask_words + w] = p.mask[parent_row * p.mask_words + w];
+      trees.depths[row] = parent_depth + 1;
+      for (int32_t w = 0; w < trees.mask_words; ++w) {
+        trees.mask[row * trees.mask_words + w] = trees.mask[(rows.begin + parent) * trees.mask_words + w];
       }
-      if (p.first_child[parent_row] < 0) {
-        p.first_child[parent_row] = node;
-      } else {
-        p.next_sibling[rows.begin + last_child[parent]] = node;
-      }
-      last_child[parent] = static_cast<int16_t>(node);
     }
-    int32_t& word = p.mask[row * p.mask_words + node / kMaskWordBits];
+    append_child(trees, rows.begin, node, node == 0 ? -1 : parent, last_child);
+    int32_t& word = trees.mask[row * trees.mask_words + node / kMaskWordBits];
     word = static_cast<int32_t>(static_cast<uint32_t>(word) | (1u << (node % kMaskWordBits)));
   }
   return valid;

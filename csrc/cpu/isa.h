@@ -9,7 +9,7 @@
 #include "core/kv_cache.h"
 #include "core/logprobs.h"
 #include "core/options.h"
-#include "core/shard_distributions.h"
+#include "core/verify/shard_distributions.h"
 #include "core/verify/table.h"
 #include "cpu/attention_work.h"
 #include "cpu/logits_scratch.h"
@@ -52,30 +52,17 @@ struct IsaKernels {
   void (*conv1d)(const ConvParams&, int64_t b, int64_t first_channel);
 };
 
-namespace portable {
-const IsaKernels& kernels();
-}
-#if defined(PAGEDTREE_HAS_AVX512_EMULATED)
-namespace avx512_emulated {
-const IsaKernels& kernels();
-}
-#endif
-#if defined(PAGEDTREE_HAS_AMX_EMULATED)
-namespace amx_emulated {
-const IsaKernels& kernels();
-}
-#endif
-#if defined(PAGEDTREE_X86)
-namespace avx2 {
-const IsaKernels& kernels();
-}
-namespace avx512 {
-const IsaKernels& kernels();
-}
-namespace amx {
-const IsaKernels& kernels();
-}
-#endif
+#define PT_ISA(isa)            \
+  namespace isa {              \
+  const IsaKernels& kernels(); \
+  }
+PT_ISA(portable)
+PT_ISA(avx512_emulated)
+PT_ISA(amx_emulated)
+PT_ISA(avx2)
+PT_ISA(avx512)
+PT_ISA(amx)
+#undef PT_ISA
 
 // Returns the table named by PAGEDTREE_CPU_ISA (portable, avx2, avx512, amx; in test builds also avx512_emulated,
 // amx_emulated; read at each call), else the best. Throws std::runtime_error if machine or build lacks it.

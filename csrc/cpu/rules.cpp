@@ -1,8 +1,8 @@
 // Runs the rules of core/ops.h item by item.
 #include "core/kv_cache.h"
-#include "core/shard_distributions.h"
 #include "core/step.h"
 #include "core/tree.h"
+#include "core/verify/shard_distributions.h"
 #include "cpu/backend.h"
 #include "cpu/parallel.h"
 

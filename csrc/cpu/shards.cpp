@@ -1,4 +1,4 @@
-// See core/shards.h and core/shard_distributions.h.
+// See core/verify/shards.h and shard_distributions.h.
 #include "cpu/backend.h"
 #include "cpu/isa.h"
 #include "cpu/options_memory.h"

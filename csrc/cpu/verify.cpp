@@ -4,18 +4,9 @@
 #include "cpu/parallel.h"
 
 namespace pagedtree::cpu {
-namespace {
-
-template <typename Params>
-void for_each_tree(const VerifyParams& verify, const ExecContext& ctx, const Params& p,
-                   void (*rule)(const Params&, int64_t b, RowScratch&)) {
-  for_each_row(ctx, verify.batch, verify.options, verify.logits.vocab, p, rule);
-}
-
-}  // namespace
 
 void CpuBackend::verify_sampled(const VerifyParams& p, const ExecContext& ctx) const {
-  for_each_tree(p, ctx, p, isa_kernels().verify_sampled);
+  for_each_row(ctx, p.batch, p.options, p.logits.vocab, p, isa_kernels().verify_sampled);
 }
 
 void CpuBackend::verify_tokens(const VerifyTokensParams& p, const ExecContext& ctx) const {
@@ -31,9 +22,10 @@ void CpuBackend::verify_tokens(const VerifyTokensParams& p, const ExecContext& c
   });
 }
 
-#define PT_HOST(op, Params, ...)                                       \
-  void CpuBackend::op(const Params& p, const ExecContext& ctx) const { \
-    for_each_tree(p.verify, ctx, p, isa_kernels().op);                 \
+#define PT_HOST(op, Params, ...)                                                \
+  void CpuBackend::op(const Params& p, const ExecContext& ctx) const {          \
+    const VerifyParams& v = p.verify;                                           \
+    for_each_row(ctx, v.batch, v.options, v.logits.vocab, p, isa_kernels().op); \
   }
 PT_EACH_WALK(PT_HOST, PT_HOST)
 

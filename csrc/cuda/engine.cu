@@ -5,7 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "cuda/attention/config.h"
+#include "core/engine.h"
 #include "cuda/engine.h"
 #include "cuda/instructions.cuh"
 #include "cuda/tile/known.h"

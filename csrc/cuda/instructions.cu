@@ -1,9 +1,9 @@
 // Runs each function of pagedtree::ptx on given words, for `python -m pagedtree check` to compare with its definition.
-#include <cstring>
 #include <iterator>
 #include <type_traits>
 
 #include "core/common.h"
+#include "core/math.h"
 #include "core/numeric.h"
 #include "cuda/instructions.cuh"
 #include "cuda/tile/launch.cuh"
@@ -33,17 +33,6 @@ __device__ inline Shared& filled(const uint32_t* in, uint32_t more = 0) {
   return s;
 }
 
-__device__ inline float as_float(uint32_t word) {
-  float value;
-  memcpy(&value, &word, sizeof(value));
-  return value;
-}
-__device__ inline uint32_t as_word(float value) {
-  uint32_t word;
-  memcpy(&word, &value, sizeof(word));
-  return word;
-}
-
 template <bool kTransposed>
 struct LdMatrix {
   static __device__ void run(const uint32_t* in, uint32_t* out) {
@@ -65,19 +54,19 @@ struct Mma {  // words: a[4], b[2], unused[2], d[4]
     uint32_t a[4];
     float d[4];
     for (int i = 0; i < 4; ++i) a[i] = in[i];
-    for (int i = 0; i < 4; ++i) d[i] = as_float(in[8 + i]);
+    for (int i = 0; i < 4; ++i) d[i] = ScalarMath::bits<float>(in[8 + i]);
     ptx::mma_m16n8k16<T>(d, a, in[4], in[5]);
-    for (int i = 0; i < 4; ++i) out[i] = as_word(d[i]);
+    for (int i = 0; i < 4; ++i) out[i] = ScalarMath::bits<uint32_t>(d[i]);
   }
 };
 
 struct MmaTf32 {  // words: a[4], b[2], unused[2], d[4]
   static __device__ void run(const uint32_t* in, uint32_t* out) {
     float a[4], d[4];
-    for (int i = 0; i < 4; ++i) a[i] = as_float(in[i]);
-    for (int i = 0; i < 4; ++i) d[i] = as_float(in[8 + i]);
-    ptx::mma_m16n8k8(d, a, as_float(in[4]), as_float(in[5]));
-    for (int i = 0; i < 4; ++i) out[i] = as_word(d[i]);
+    for (int i = 0; i < 4; ++i) a[i] = ScalarMath::bits<float>(in[i]);
+    for (int i = 0; i < 4; ++i) d[i] = ScalarMath::bits<float>(in[8 + i]);
+    ptx::mma_m16n8k8(d, a, ScalarMath::bits<float>(in[4]), ScalarMath::bits<float>(in[5]));
+    for (int i = 0; i < 4; ++i) out[i] = ScalarMath::bits<uint32_t>(d[i]);
   }
 };
 
@@ -113,7 +102,7 @@ struct CpAsyncGroups {  // the older of two groups is complete
       for (int i = 0; i < 4; ++i) out[i] = word;                    \
     }                                                               \
   };
-PT_EACH_WORD(Ex2, as_word(ptx::ex2(as_float(in[i]))))
+PT_EACH_WORD(Ex2, ScalarMath::bits<uint32_t>(ptx::ex2(ScalarMath::bits<float>(in[i]))))
 PT_EACH_WORD(MoveFloat8, move_e4m3(in[i]))
 template <typename T>
 PT_EACH_WORD(MaxNan, ptx::max_nan<T>(in[i], in[4 + i]))
@@ -135,7 +124,7 @@ struct Float8 {  // two codes per word
 struct ToFloat8 {  // two numbers per word
   static __device__ void run(const uint32_t* in, uint32_t* out) {
     for (int i = 0; i < 4; ++i) {
-      const float low = as_float(in[2 * i]), high = as_float(in[2 * i + 1]);
+      const float low = ScalarMath::bits<float>(in[2 * i]), high = ScalarMath::bits<float>(in[2 * i + 1]);
       if constexpr (kConvertsFloat8) {
         out[i] = ptx::e4m3_from_floats(low, high);
       } else {  // the kernels' path on such GPUs

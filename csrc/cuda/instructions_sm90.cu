@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "core/common.h"
+#include "core/math.h"
 #include "cuda/instructions.cuh"
 #include "cuda/tile/tensor_map.cuh"
 
@@ -32,12 +33,6 @@ struct Shared {
   alignas(1024) uint4 image[kImageChunks];
   uint64_t barriers[2];
 };
-
-__device__ inline uint32_t as_word(float value) {
-  uint32_t word;
-  memcpy(&word, &value, sizeof(word));
-  return word;
-}
 
 __device__ inline void store(uint32_t* out, const uint4& words) {
   out[0] = words.x;
@@ -72,7 +67,7 @@ __device__ inline void store_sums(const float (&d)[N][4], uint32_t* out) {
 #pragma unroll
   for (int n = 0; n < N; ++n) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) out[n * 4 + i] = as_word(d[n][i]);
+    for (int i = 0; i < 4; ++i) out[n * 4 + i] = ScalarMath::bits<uint32_t>(d[n][i]);
   }
 }
 

@@ -6,6 +6,7 @@
 #include "core/kv_cache.h"
 #include "cuda/backend.h"
 #include "cuda/tile/divisor.cuh"
+#include "cuda/tile/element.cuh"
 #include "cuda/tile/launch.cuh"
 #include "cuda/tile/quantize.cuh"
 
@@ -19,30 +20,10 @@ constexpr int64_t kVectorBytes = 16;
 // ---- elements: neighbours in one access
 
 template <DType kDType>
-struct Stored {
-  uint16_t bits;
-  __device__ float value() const {
-    if constexpr (kDType == DType::kFloat16) return __half2float(bits_as<__half>(bits));
-    return float_from_bfloat16(bits);
-  }
-  static __device__ Stored nearest(float value) {
-    if constexpr (kDType == DType::kFloat16) return {bits_as<uint16_t>(__float2half_rn(value))};
-    return {bits_as<uint16_t>(__float2bfloat16_rn(value))};
-  }
-};
-template <>
-struct Stored<DType::kFloat32> {
-  float bits;
-  __device__ float value() const { return bits; }
-  static __device__ Stored nearest(float value) { return {value}; }
-};
-
-template <>
-struct Stored<DType::kFloat8E4M3> {  // copied, never converted
-  uint8_t bits;
-  __device__ float value() const { return 0.0f; }
-  static __device__ Stored nearest(float) { return {}; }
-};
+using Stored =
+    std::conditional_t<kDType == DType::kFloat32, float,
+                       std::conditional_t<kDType == DType::kFloat16, __half,
+                                          std::conditional_t<kDType == DType::kBFloat16, __nv_bfloat16, Float8E4M3>>>;
 
 template <typename T, int kCount>
 struct Neighbours {
@@ -83,12 +64,12 @@ __device__ __forceinline__ void store_neighbours(T* to, const Neighbours<T, kCou
   }
 }
 
-template <DType kDType, int kCount>
-__device__ __forceinline__ void store_codes(uint8_t* to, const Neighbours<Stored<kDType>, kCount>& numbers,
+template <typename T, int kCount>
+__device__ __forceinline__ void store_codes(uint8_t* to, const Neighbours<T, kCount>& numbers,
                                             const Quantizer& quantizer) {
   float values[kCount];
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) values[i] = numbers.at[i].value();
+  for (int i = 0; i < kCount; ++i) values[i] = to_float(numbers.at[i]);
   Neighbours<uint8_t, kCount> codes;
   quantizer.encode(values, codes.at);
   store_neighbours(to, codes);
@@ -138,7 +119,7 @@ __device__ __forceinline__ void load_angles(float (&angles)[kCount], const RopeA
     using Number = Stored<kDType>;
     const auto numbers = load_neighbours<Number, kCount>(static_cast<const Number*>(p.cos_sin) + offset);
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) angles[i] = numbers.at[i].value();
+    for (int i = 0; i < kCount; ++i) angles[i] = to_float(numbers.at[i]);
   }
 }
 
@@ -173,9 +154,9 @@ __device__ __forceinline__ void rotate_head(const RopeAppendParams& p, int64_t a
     load_angles<kDType>(cos, p, angles + pair);
     load_angles<kDType>(sin, p, angles + half + pair);
     const auto turn = [&](Stored<kDType>& one, Stored<kDType>& other, int i) {
-      const float x1 = one.value(), x2 = other.value();
-      one = Stored<kDType>::nearest(x1 * cos[i] - x2 * sin[i]);
-      other = Stored<kDType>::nearest(x2 * cos[i] + x1 * sin[i]);
+      const float x1 = to_float(one), x2 = to_float(other);
+      one = from_float<Stored<kDType>>(x1 * cos[i] - x2 * sin[i]);
+      other = from_float<Stored<kDType>>(x2 * cos[i] + x1 * sin[i]);
     };
     if (kCount > 1 && p.interleaved) {
 #pragma unroll
@@ -211,11 +192,14 @@ __global__ void __launch_bounds__(kRopeThreads)
   const bool is_float8 = append.cache_dtype == DType::kFloat8E4M3 && kDType != DType::kFloat8E4M3;
   const int64_t num_heads = p.num_q_heads + (is_stored ? append.num_sides * append.num_kv_heads : 0);
   for (int64_t i = int64_t{blockIdx.y} * blockDim.y + threadIdx.y; i < num_heads; i += gridDim.y * blockDim.y) {
-    if (i < p.num_q_heads) {
-      const auto* from = static_cast<const Number*>(p.q) + token * p.q_token_stride + i * p.q_head_stride;
-      auto* to = static_cast<Number*>(p.q_out) + token * p.out_token_stride + i * p.out_head_stride;
-      rotate_head<kDType, kCount>(p, angles, from, {to, false, Quantizer(1.0f)});
-      continue;
+    constexpr bool kRotates = kDType != DType::kFloat8E4M3;  // such rows are copied
+    if constexpr (kRotates) {
+      if (i < p.num_q_heads) {
+        const auto* from = static_cast<const Number*>(p.q) + token * p.q_token_stride + i * p.q_head_stride;
+        auto* to = static_cast<Number*>(p.q_out) + token * p.out_token_stride + i * p.out_head_stride;
+        rotate_head<kDType, kCount>(p, angles, from, {to, false, Quantizer(1.0f)});
+        continue;
+      }
     }
     const bool is_v = i >= p.num_q_heads + append.num_kv_heads;
     const AppendSide& side = append.sides[is_v];
@@ -225,9 +209,11 @@ __global__ void __launch_bounds__(kRopeThreads)
     void* row = is_float8 ? static_cast<void*>(static_cast<uint8_t*>(side.cache) + at)
                           : static_cast<void*>(static_cast<Number*>(side.cache) + at);
     const HeadTarget<kDType> to{row, is_float8, quantizer_of(side, head)};
-    if (!is_v && p.rotary_dim > 0) {
-      rotate_head<kDType, kCount>(p, angles, from, to);
-      continue;
+    if constexpr (kRotates) {
+      if (!is_v && p.rotary_dim > 0) {
+        rotate_head<kDType, kCount>(p, angles, from, to);
+        continue;
+      }
     }
 #pragma unroll 1
     for (int64_t column = int64_t{threadIdx.x} * kCount; column < side.head_dim; column += blockDim.x * kCount) {

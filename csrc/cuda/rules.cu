@@ -1,8 +1,8 @@
 // Ops with independent items (core/ops.h): one thread per item.
 #include "core/kv_cache.h"
-#include "core/shard_distributions.h"
 #include "core/step.h"
 #include "core/tree.h"
+#include "core/verify/shard_distributions.h"
 #include "cuda/backend.h"
 #include "cuda/tile/launch.cuh"
 

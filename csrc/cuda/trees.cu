@@ -61,7 +61,7 @@ __device__ __forceinline__ bool write_depths(const BuildTreesParams& p, TreeShar
       const int32_t depth = from + tree.links[node];
       const bool reachable = above != kBrokenLink && from >= 0 && depth <= p.max_depth;
       tree.depths[node] = static_cast<int16_t>(reachable ? depth : -1);
-      p.depths[begin + node] = reachable ? depth : -1;
+      p.trees.depths[begin + node] = reachable ? depth : -1;
       all = all && reachable;
     }
     __syncwarp();
@@ -75,23 +75,21 @@ __device__ __forceinline__ void write_masks(const BuildTreesParams& p, TreeShare
   auto& masks = reinterpret_cast<BlockMasks*>(&tree + 1)[threadIdx.x / 32].rows;
   const int32_t lane = static_cast<int32_t>(threadIdx.x % 32), block = node - lane;
   int32_t from = node < num_nodes && tree.depths[node] >= 0 ? node : -1;
-  for (int32_t w = p.mask_words - 1; w >= 0; --w) {
+  for (int32_t w = p.trees.mask_words - 1; w >= 0; --w) {
     const bool is_there = from >= 0 && from / kMaskWordBits == w;
     masks[lane][w] = is_there ? static_cast<int32_t>(tree.within[from]) : 0;
     if (is_there) from = tree.above[from];
   }
   __syncwarp();
-  int32_t* const words = p.mask + (begin + block) * p.mask_words;
-  const int32_t count = min_of(num_nodes - block, 32) * p.mask_words;
-  for (int32_t i = lane; i < count; i += 32) words[i] = masks[i / p.mask_words][i % p.mask_words];
+  int32_t* const words = p.trees.mask + (begin + block) * p.trees.mask_words;
+  const int32_t count = min_of(num_nodes - block, 32) * p.trees.mask_words;
+  for (int32_t i = lane; i < count; i += 32) words[i] = masks[i / p.trees.mask_words][i % p.trees.mask_words];
   __syncwarp();
 }
 
 __device__ __forceinline__ void write_links(const BuildTreesParams& p, TreeShared& tree, int64_t begin,
                                             int32_t num_nodes) {
-  TreeOutput trees{};
-  trees.first_child = p.first_child;
-  trees.next_sibling = p.next_sibling;
+  const TreeOutput& trees = p.trees;
   const int32_t lane = static_cast<int32_t>(threadIdx.x);
   for (int32_t node = lane; node - lane < num_nodes; node += 32) {
     const bool is_there = node < num_nodes && tree.depths[node] >= 0;
@@ -124,8 +122,8 @@ __device__ __forceinline__ void build_one(const BuildTreesParams& p, int64_t b) 
       write_masks(p, tree, rows.begin, node, num_nodes);
     }
   }
-  for (int64_t row = rows.begin + num_nodes + thread; row < rows.end; row += threads) clear_node(p, row);
-  if (thread == 0) p.valid[b] = valid;
+  for (int64_t row = rows.begin + num_nodes + thread; row < rows.end; row += threads) clear_node(p.trees, row);
+  if (thread == 0) p.trees.valid[b] = valid;
 }
 
 // One CTA per tree. The last CTAs clear rows outside all trees, the padding of a fixed-shape batch.
@@ -134,7 +132,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) build_trees_kernel(const __gri
   const NodeRange used = used_rows(p.cu_nodes, p.batch, p.num_rows);
   const int64_t stride = int64_t{gridDim.x - static_cast<unsigned>(p.batch)} * blockDim.x;
   for (int64_t row = (blockIdx.x - p.batch) * blockDim.x + threadIdx.x; row < p.num_rows; row += stride) {
-    if (row < used.begin || row >= used.end) clear_node(p, row);
+    if (row < used.begin || row >= used.end) clear_node(p.trees, row);
   }
 }
 

@@ -4,7 +4,8 @@
 #include <algorithm>
 #include <utility>
 
-namespace pagedtree::ptx::detail {
+namespace pagedtree::ptx {
+namespace detail {
 namespace {
 
 constexpr uint32_t kSwizzleBytes = 128;
@@ -79,18 +80,15 @@ void touch_operands([[maybe_unused]] const Wgmma& w) {
 }
 
 // Computes a warp's 16 of the 64 rows.
-void multiply(const Wgmma& w) {
+void multiply(Wgmma& w) {
   touch_operands(w);
-  struct Lane {
-    const Wgmma* w;
-  } mine{&w};
-  simt::machine().collective(~0u, &mine, w.site, [](Lane** lanes) {
-    const Wgmma& any = *lanes[0]->w;
+  simt::machine().collective(~0u, &w, w.site, [](Wgmma** lanes) {
+    const Wgmma& any = *lanes[0];
     simt::statistics().mma += static_cast<uint64_t>(any.columns / 8);
     double a[16][16];
     for (int r = 0; r < 16; ++r) {
       for (int k = 0; k < 16; ++k) {
-        const Wgmma& owner = *lanes[r % 8 * 4 + k % 8 / 2]->w;
+        const Wgmma& owner = *lanes[r % 8 * 4 + k % 8 / 2];
         const uint32_t word = owner.a_registers[static_cast<size_t>(r / 8 + k / 8 * 2)];
         a[r][k] = any.a_in_registers ? any.to_float(static_cast<uint16_t>(word >> k % 2 * 16))
                                      : a_element(any, first_row() + r, k);
@@ -102,7 +100,7 @@ void multiply(const Wgmma& w) {
       for (int r = 0; r < 16; ++r) {
         double sum = 0;
         for (int k = 0; k < 16; ++k) sum += a[r][k] * b[k];
-        const Wgmma& owner = *lanes[r % 8 * 4 + c % 8 / 2]->w;
+        const Wgmma& owner = *lanes[r % 8 * 4 + c % 8 / 2];
         float& d = owner.d[c / 8][r / 8 * 2 + c % 2];
         d = static_cast<float>(sum + (owner.accumulate ? double{d} : 0.0));
       }
@@ -156,22 +154,11 @@ void HopperUnit::end_phase_if_complete(MBarrier& barrier) {
 }
 
 bool HopperUnit::deliver(simt::Machine& machine) {
-  const size_t count = transfers.size() + arrivals.size();
-  if (count == 0) return false;
-  size_t chosen = machine.pick(count);
-  Transfer transfer{};
-  Arrival arrival{};
-  const bool is_transfer = chosen < transfers.size();
-  if (is_transfer) {
-    const auto it = transfers.begin() + static_cast<std::ptrdiff_t>(chosen);
-    transfer = std::move(*it);
-    transfers.erase(it);
-  } else {
-    const auto it = arrivals.begin() + static_cast<std::ptrdiff_t>(chosen - transfers.size());
-    arrival = std::move(*it);
-    arrivals.erase(it);
-  }
-  MBarrier& barrier = barriers.at(is_transfer ? transfer.barrier : arrival.barrier);
+  if (transfers.empty()) return false;
+  const auto chosen = transfers.begin() + static_cast<std::ptrdiff_t>(machine.pick(transfers.size()));
+  const Transfer transfer = std::move(*chosen);
+  transfers.erase(chosen);
+  MBarrier& barrier = barriers.at(transfer.barrier);
 #if defined(__SANITIZE_THREAD__)
   void* const caller = __tsan_get_current_fiber();
   __tsan_switch_to_fiber(context_, __tsan_switch_to_fiber_no_sync);
@@ -183,12 +170,12 @@ bool HopperUnit::deliver(simt::Machine& machine) {
     std::memcpy(shared_ + to, transfer.data.data() + at, piece);
     if (transfer.kind != Transfer::kTold) std::memcpy(&async_view[to], transfer.data.data() + at, piece);
   }
-  for (const simt::AsyncCopy& copy : arrival.copies) std::memcpy(copy.to, copy.data, sizeof(copy.data));
+  for (const simt::AsyncCopy& copy : transfer.copies) std::memcpy(copy.to, copy.data, sizeof(copy.data));
   simt::release(&barrier);
 #if defined(__SANITIZE_THREAD__)
   __tsan_switch_to_fiber(caller, __tsan_switch_to_fiber_no_sync);
 #endif
-  if (!is_transfer) {
+  if (transfer.kind == Transfer::kArrival) {
     if (barrier.pending == 0) throw simt::Error(kTooManyArrivals);
     --barrier.pending;
   }
@@ -203,8 +190,11 @@ std::string HopperUnit::unfinished(const simt::Thread& thread) const {
 }
 
 std::string HopperUnit::unfinished() const {
-  if (!transfers.empty()) return "all threads exit with TMA loads in flight, or bulk copies, or told values";
-  return arrivals.empty() ? "" : "all threads exit with cp.async in flight to an mbarrier";
+  const auto is_arrival = [](const Transfer& t) { return t.kind == Transfer::kArrival; };
+  if (transfers.empty()) return "";
+  return std::all_of(transfers.begin(), transfers.end(), is_arrival)
+             ? "all threads exit with cp.async in flight to an mbarrier"
+             : "all threads exit with TMA loads in flight, or bulk copies, or told values";
 }
 
 // ---- mbarrier
@@ -220,21 +210,26 @@ void mbar_arrive(uint64_t* bar, uint32_t expected_bytes, const simt::Site& site)
   unit.end_phase_if_complete(barrier);
 }
 
-void cp_async_mbar_arrive(uint64_t* bar, const simt::Site& site) {
+}  // namespace detail
+
+using namespace detail;
+
+void cp_async_mbar_arrive(uint64_t* bar, Location at) {
   const simt::Unwatched unwatched;
   HopperUnit& unit = hopper();
-  unit.barrier_at(smem_addr(bar), site);
+  unit.barrier_at(smem_addr(bar), {"cp.async.mbarrier.arrive", at});
   simt::release(&unit);
-  unit.arrivals.push_back({smem_addr(bar), simt::machine().take_copies()});
-  for (const simt::AsyncCopy& copy : unit.arrivals.back().copies) {
+  unit.transfers.push_back({HopperUnit::Transfer::kArrival, 0, smem_addr(bar), {}, simt::machine().take_copies()});
+  for (const simt::AsyncCopy& copy : unit.transfers.back().copies) {
     uint64_t data = 0;
     std::memcpy(&data, copy.data, sizeof(data));
     note(Traced::kCopy, {smem_addr(copy.to), data});
   }
 }
 
-void mbar_wait(uint64_t* bar, uint32_t parity, const simt::Site& site) {
+void mbar_wait(uint64_t* bar, uint32_t parity, Location at) {
   const simt::Unwatched unwatched;
+  const simt::Site site{"mbarrier wait", at};
   HopperUnit::MBarrier& barrier = hopper().barrier_at(smem_addr(bar), site);
   while ((barrier.phase & 1) == parity) {
     barrier.waiting.push_back(simt::machine().self().slot);
@@ -245,8 +240,11 @@ void mbar_wait(uint64_t* bar, uint32_t parity, const simt::Site& site) {
 
 // ---- TMA
 
-void tma_load(void* to, const TensorMap& map, const int (&at)[5], uint64_t* bar, const simt::Site& site) {
+void tma_load_5d(void* to, const TensorMap* tensor, int x, int y, int z, int w, int v, uint64_t* bar, Location from) {
   simt::Machine& m = simt::machine();
+  const simt::Site site{"TMA load", from};
+  const TensorMap& map = *tensor;
+  const int at[5] = {x, y, z, w, v};
   const uint32_t row = map.box[0] * map.element_bytes, rows = map.box[1] * map.box[2] * map.box[3] * map.box[4],
                  bytes = row * rows;
   const uint32_t target = smem_addr(to);
@@ -281,8 +279,9 @@ void tma_load(void* to, const TensorMap& map, const int (&at)[5], uint64_t* bar,
   note(Traced::kTma, {target, word(at[2]), word(at[3]), word(at[4])});
 }
 
-void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* bar, const simt::Site& site) {
+void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* bar, Location at) {
   simt::Machine& m = simt::machine();
+  const simt::Site site{"bulk copy", at};
   const uint32_t target = smem_addr(to);
   if (bytes == 0 || bytes % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) {
     m.fail(site, "copies multiples of 16 bytes from multiples of 16 bytes on");
@@ -299,8 +298,9 @@ void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* bar, const 
   unit.transfers.push_back({HopperUnit::Transfer::kBulk, target, smem_addr(bar), std::move(data)});
 }
 
-void tell(uint64_t* place, uint64_t value, uint64_t* bar, uint32_t rank, const simt::Site& site) {
+void tell(uint64_t* place, uint64_t value, uint64_t* bar, uint32_t rank, Location at) {
   const simt::Unwatched unwatched;
+  const simt::Site site{"st.async", at};
   simt::machine().shared_at(smem_addr(place), sizeof(value), sizeof(value), site);
   HopperUnit& unit = simt::machine().async_unit_of<HopperUnit>(rank, site);
   unit.barrier_at(smem_addr(bar), site);
@@ -312,7 +312,7 @@ void tell(uint64_t* place, uint64_t value, uint64_t* bar, uint32_t rank, const s
 
 // ---- wgmma
 
-void wgmma_issue(const Wgmma& operation) {
+void detail::wgmma_issue(const Wgmma& operation) {
   const simt::Unwatched unwatched;
   check_operands_are_fenced(operation);
   const uint64_t forms = (operation.a_in_registers ? 1 : 0) | (operation.b_n_major ? 2 : 0);
@@ -327,16 +327,16 @@ void wgmma_commit() {
   mine.groups.push_back(std::exchange(mine.open, {}));
 }
 
-void wgmma_wait(unsigned newest_left) {
+void detail::wgmma_wait(unsigned newest_left) {
   auto& groups = hopper().wgmma[simt::machine().self().id].groups;
   while (groups.size() > newest_left) {
-    for (const Wgmma& operation : groups.front()) multiply(operation);
+    for (Wgmma& operation : groups.front()) multiply(operation);
     const simt::Unwatched unwatched;
     groups.erase(groups.begin());
   }
 }
 
-}  // namespace pagedtree::ptx::detail
+}  // namespace pagedtree::ptx
 
 extern "C" __attribute__((visibility("default"))) void pagedtree_simt_refuse_maps(int refused) {
   pagedtree::simt::options().refuses_maps = refused != 0;

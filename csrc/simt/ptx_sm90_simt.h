@@ -46,16 +46,13 @@ class HopperUnit : public simt::AsyncUnit {
     uint32_t phase = 0;
     std::vector<unsigned> waiting;
   };
-  // Bytes in flight: swizzled by TMA, of a bulk copy, or of st.async, which the generic proxy writes.
+  // Bytes in flight: swizzled by TMA, of a bulk copy, or of st.async, which the generic proxy writes; or a thread's
+  // arrival at a barrier after its copies.
   struct Transfer {
-    enum Kind { kTma, kBulk, kTold } kind;
+    enum Kind { kTma, kBulk, kTold, kArrival } kind;
     uint32_t to, barrier;
     std::vector<unsigned char> data;
-  };
-  // A thread's arrival at a barrier after its copies.
-  struct Arrival {
-    uint32_t barrier;
-    std::vector<simt::AsyncCopy> copies;
+    std::vector<simt::AsyncCopy> copies{};
   };
   struct ThreadGroups {
     std::vector<Wgmma> open;
@@ -77,7 +74,6 @@ class HopperUnit : public simt::AsyncUnit {
 
   std::map<uint32_t, MBarrier> barriers;
   std::vector<Transfer> transfers;
-  std::vector<Arrival> arrivals;
   std::vector<ThreadGroups> wgmma;  // per thread
 
  private:
@@ -88,13 +84,7 @@ class HopperUnit : public simt::AsyncUnit {
 inline HopperUnit& hopper() { return simt::machine().async_unit<HopperUnit>(); }
 
 void mbar_arrive(uint64_t* bar, uint32_t expected_bytes, const simt::Site& site);
-void cp_async_mbar_arrive(uint64_t* bar, const simt::Site& site);
-void mbar_wait(uint64_t* bar, uint32_t parity, const simt::Site& site);
-void tma_load(void* to, const TensorMap& map, const int (&at)[5], uint64_t* bar, const simt::Site& site);
-void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* bar, const simt::Site& site);
-void tell(uint64_t* place, uint64_t value, uint64_t* bar, uint32_t rank, const simt::Site& site);
 void wgmma_issue(const Wgmma& operation);
-void wgmma_commit();
 void wgmma_wait(unsigned newest_left);
 
 }  // namespace detail
@@ -114,26 +104,15 @@ inline void mbar_arrive_expect(uint64_t* bar, uint32_t bytes, Location at = Loca
 }
 // Moves uncommitted copies to the barrier, so cp_async_wait does not wait for them. On a GPU the arrival also waits for
 // committed copies; do not rely on that.
-inline void cp_async_mbar_arrive(uint64_t* bar, Location at = Location::current()) {
-  detail::cp_async_mbar_arrive(bar, {"cp.async.mbarrier.arrive", at});
-}
-inline void mbar_wait(uint64_t* bar, uint32_t parity, Location at = Location::current()) {
-  detail::mbar_wait(bar, parity, {"mbarrier wait", at});
-}
+void cp_async_mbar_arrive(uint64_t* bar, Location at = Location::current());
+void mbar_wait(uint64_t* bar, uint32_t parity, Location at = Location::current());
 
 // ---- TMA
 
-inline void tma_load_5d(void* to, const TensorMap* map, int x, int y, int z, int w, int v, uint64_t* bar,
-                        Location at = Location::current()) {
-  detail::tma_load(to, *map, {x, y, z, w, v}, bar, {"TMA load", at});
-}
-
-inline void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* bar, Location at = Location::current()) {
-  detail::bulk_load(to, from, bytes, bar, {"bulk copy", at});
-}
-inline void tell(uint64_t* place, uint64_t value, uint64_t* bar, uint32_t rank, Location at = Location::current()) {
-  detail::tell(place, value, bar, rank, {"st.async", at});
-}
+void tma_load_5d(void* to, const TensorMap* map, int x, int y, int z, int w, int v, uint64_t* bar,
+                 Location at = Location::current());
+void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* bar, Location at = Location::current());
+void tell(uint64_t* place, uint64_t value, uint64_t* bar, uint32_t rank, Location at = Location::current());
 
 inline void fence_proxy_async() { detail::hopper().fence_proxy(); }
 
@@ -144,7 +123,7 @@ inline uint64_t matrix_descriptor(const void* p, uint32_t leading_offset, uint32
          uint64_t{stride_offset >> 4} << 32 | uint64_t{1} << 62;
 }
 inline void wgmma_fence() {}
-inline void wgmma_commit() { detail::wgmma_commit(); }
+void wgmma_commit();
 template <int kNewestLeft>
 void wgmma_wait() {
   detail::wgmma_wait(kNewestLeft);

@@ -246,22 +246,9 @@ void check_values(const Check& check, const StepArguments& a, const TreeAttentio
 }
 
 AttentionPlanParams plan_params(const TreeAttentionParams& p, const Tensor& plan) {
-  AttentionPlanParams params{};
-  params.seq_lens = p.seq_lens;
-  params.cu_seqlens_q = p.cu_seqlens_q;
-  params.tree_lens = p.tree_mask == nullptr ? nullptr : p.tree_lens;
+  AttentionPlanParams params{p, max_seq_len_of(p)};
+  if (p.tree_mask == nullptr) params.tree_lens = nullptr;
   params.plan = mutable_pointer<int32_t>(plan);
-  params.batch = p.batch;
-  params.num_tokens = p.num_tokens;
-  params.max_seq_len = max_seq_len_of(p);
-  params.window = p.window;
-  params.max_seqlen_q = p.max_seqlen_q;
-  params.num_kv_heads = p.num_kv_heads;
-  params.group_size = p.group_size;
-  params.head_dim = p.head_dim;
-  params.head_dim_v = p.head_dim_v;
-  params.latent = p.latent;
-  params.engine = p.engine;
   return params;
 }
 

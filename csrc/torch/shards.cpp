@@ -1,5 +1,5 @@
 // Verification with a vocabulary split among ranks: one round per call; Python exchanges the words between calls.
-#include "core/shard_distributions.h"
+#include "core/verify/shard_distributions.h"
 #include "torch/options.h"
 #include "torch/sampling.h"
 #include "torch/values.h"

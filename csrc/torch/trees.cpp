@@ -16,15 +16,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> build_trees(const Tensor& par
 
   const int64_t num_rows = parents.size(0);
   if (value_checks_enabled()) check_offsets(check, host_values<int32_t>(cu_nodes), "cu_nodes", num_rows);
-  const int64_t mask_words = ceil_div<int64_t>(max_nodes, kMaskWordBits);
-  Tensor depths = made(parents, {num_rows}, params.depths);
-  Tensor first_child = made(parents, {num_rows}, params.first_child);
-  Tensor next_sibling = made(parents, {num_rows}, params.next_sibling);
-  Tensor mask = made(parents, {num_rows, mask_words}, params.mask);
-  Tensor valid = made(parents, {params.batch}, params.valid);
+  TreeOutput& trees = params.trees;
+  trees.mask_words = static_cast<int32_t>(ceil_div<int64_t>(max_nodes, kMaskWordBits));
+  Tensor depths = made(parents, {num_rows}, trees.depths);
+  Tensor first_child = made(parents, {num_rows}, trees.first_child);
+  Tensor next_sibling = made(parents, {num_rows}, trees.next_sibling);
+  Tensor mask = made(parents, {num_rows, trees.mask_words}, trees.mask);
+  Tensor valid = made(parents, {params.batch}, trees.valid);
 
   params.num_rows = num_rows;
-  params.mask_words = static_cast<int32_t>(mask_words);
   backend_for(parents).build_trees(params, context_for(parents));
   return {depths, first_child, next_sibling, mask, valid};
 }

@@ -49,16 +49,16 @@ void link(const pagedtree::Backend& backend, const pagedtree::ExecContext& ctx, 
   pagedtree::BuildTreesParams params{};
   params.parents = trees.parents.data();
   params.cu_nodes = trees.cu_nodes.data();
-  params.depths = trees.depths.data();
-  params.first_child = trees.first_child.data();
-  params.next_sibling = trees.next_sibling.data();
-  params.mask = trees.mask.data();
-  params.valid = trees.valid.get();
+  params.trees.depths = trees.depths.data();
+  params.trees.first_child = trees.first_child.data();
+  params.trees.next_sibling = trees.next_sibling.data();
+  params.trees.mask = trees.mask.data();
+  params.trees.valid = trees.valid.get();
   params.batch = trees.batch();
   params.num_rows = trees.num_rows();
   params.max_nodes = pagedtree::kMaskWordBits;
   params.max_depth = pagedtree::kMaskWordBits - 1;
-  params.mask_words = 1;
+  params.trees.mask_words = 1;
   backend.build_trees(params, ctx);
 }
 
@@ -111,27 +111,18 @@ std::vector<float> attend(const pagedtree::Backend& backend, const pagedtree::Ex
   backend.attention_plan(schedule, ctx);
 
   pagedtree::TreeAttentionParams params{};
+  static_cast<pagedtree::AttentionBatch&>(params) = schedule;
   params.q = queries.data();
   const int64_t k_stride = cache.head_dim, v_stride = cache.value_stride();
   params.k_cache = {cache.keys.data(), kPageSize * k_stride, k_stride, k_stride};
   params.v_cache = {cache.values(), kPageSize * v_stride, v_stride, v_stride};
   params.table = {cache.page_table.data(), kMaxPages, kMaxPages, kPageSize};
-  params.seq_lens = cache.seq_lens.data();
-  params.cu_seqlens_q = trees.cu_nodes.data();
   params.tree_mask = trees.mask.data();
-  params.plan = plan.data();
   params.out = out.data();
   params.q_token_stride = params.q_head_stride = cache.head_dim;
   params.out_token_stride = params.out_head_stride = cache.head_dim_v;
   params.mask_stride = 1;
-  params.batch = trees.batch();
-  params.num_tokens = trees.num_rows();
   params.num_pages = kNumPages;
-  params.num_kv_heads = 1;
-  params.group_size = 1;
-  params.head_dim = cache.head_dim;
-  params.head_dim_v = cache.head_dim_v;
-  params.latent = cache.latent;
   params.mask_words = 1;
   params.q_dtype = params.kv_dtype = pagedtree::DType::kFloat32;
   params.scale = 0.125f;

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-import pagedtree
+from pagedtree._ops import find_library
 from pagedtree.testing import backends
 
 __all__ = ["PASSED", "Facts", "chosen_engine", "facts", "library", "store_verdict", "verdict"]
@@ -52,11 +52,10 @@ class Facts:
 @lru_cache
 def library(backend: str) -> ctypes.CDLL:
     """Returns the library of "cuda" or "simt". Raises FileNotFoundError where this installation lacks it."""
-    for folder in map(Path, pagedtree.__path__):
-        path = folder / "lib" / f"libpagedtree_{backend}.so"
-        if path.exists():
-            return ctypes.CDLL(str(path))
-    raise FileNotFoundError(f"libpagedtree_{backend}.so is not part of this installation")
+    name = f"libpagedtree_{backend}.so"
+    if (path := find_library(name)) is None:
+        raise FileNotFoundError(f"{name} is not part of this installation")
+    return ctypes.CDLL(path)
 
 
 def facts(backend: str, device: torch.device) -> Facts:

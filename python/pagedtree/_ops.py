@@ -15,21 +15,24 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-import pagedtree
 from pagedtree._arguments import expect_one_device, refusal
 from pagedtree._gradients import new_library, register_gradients
 
 
+def find_library(name: str) -> str | None:
+    """Returns the path of lib/<name>. An editable install may spread the package over several folders."""
+    paths = (os.path.join(folder, "lib", name) for folder in sys.modules["pagedtree"].__path__)
+    return next((path for path in paths if os.path.exists(path)), None)
+
+
 def _load() -> Any:
-    # An editable install may spread the package over several folders.
-    for folder in pagedtree.__path__:
-        path = os.path.join(folder, "lib", "libpagedtree_torch.so")
-        if os.path.exists(path):
-            torch.ops.load_library(path)
-            return torch.ops.pagedtree, ctypes.CDLL(path)
-    raise ImportError(
-        "pagedtree's op library is missing: the package was not built (pip install --no-build-isolation -e .)"
-    )
+    path = find_library("libpagedtree_torch.so")
+    if path is None:
+        raise ImportError(
+            "pagedtree's op library is missing: the package was not built (pip install --no-build-isolation -e .)"
+        )
+    torch.ops.load_library(path)
+    return torch.ops.pagedtree, ctypes.CDLL(path)
 
 
 ops, _library_calls = _load()

@@ -13,7 +13,7 @@ from pagedtree.options import RequestOptions, option_arguments
 from pagedtree.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from pagedtree.distributed import VocabShards
+    from pagedtree.distributed.shards import VocabShards
 
 __all__ = ["SamplingParams", "sample"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
-from pagedtree import _C
 from pagedtree._arguments import checked, refusal
 from pagedtree.tree import MAX_NODES, DraftTree
 
@@ -58,8 +58,8 @@ def choose_tree(
         size = int(np.argmin(np.isfinite(costs) & (costs > 0))) + 1
         raise refusal("step_cost", "a positive, finite number", f"{costs[size - 1]} for {size} nodes")
     bound = max(max_nodes - 1, 1)  # levels, and children of a node
-    levels = np.ascontiguousarray(levels[:bound, :bound])
-    return DraftTree(_C.best_tree(levels, np.maximum.accumulate(costs), level_cost))
+    levels = levels[:bound, :bound]
+    return DraftTree(_best_parents(levels, np.maximum.accumulate(costs), level_cost))
 
 
 @checked(own=("acceptance",))
@@ -83,6 +83,55 @@ def expected_tokens(tree: DraftTree, acceptance: Sequence[float] | Sequence[Sequ
         has_entry = depth <= len(levels) and rank < len(levels[0])
         probabilities.append(probabilities[parent] * levels[depth - 1][rank] if has_entry else 0.0)
     return float(sum(probabilities))
+
+
+def _best_parents(levels: np.ndarray, costs: np.ndarray, level_cost: float) -> list[int]:
+    """Returns the best tree's parents, level by level."""
+    best_rate, parents = 1.0 / costs[0], [-1]
+    # The depth matters only if levels cost something.
+    for depth in range(1 if level_cost > 0.0 else len(levels), len(levels) + 1):
+        tokens, choices = _search(levels[:depth], len(costs))
+        size = 1
+        for n, seconds in enumerate(costs[1:] + level_cost * depth, start=2):
+            if (rate := tokens[n] / seconds) > best_rate * (1.0 + 1e-12):
+                best_rate, size = rate, n
+        if size > 1:
+            parents = _parents(choices, size)
+    return parents
+
+
+def _search(levels: np.ndarray, max_nodes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the expected tokens of the best tree with at most n nodes, [max_nodes + 1]; and how many of n nodes below
+    a node of a level are under its child of a rank, [D, R, max_nodes + 1]."""
+    subtree = np.ones(max_nodes + 1)  # expected tokens of n nodes under an accepted root at this level
+    subtree[0] = 0.0
+    choices = np.zeros((*levels.shape, max_nodes + 1), dtype=np.int64)
+    for level in reversed(range(len(levels))):
+        forest = np.zeros(max_nodes + 1)  # of n nodes below such a node, among children of this rank and up
+        for rank in reversed(range(levels.shape[1])):
+            # k nodes for this child, the rest for later ranks, which exist only with this child.
+            rest = sliding_window_view(np.concatenate([np.full(max_nodes, -np.inf), forest]), max_nodes + 1)[:, ::-1]
+            values = levels[level, rank] * subtree + rest
+            values[:, 0] = 0.0
+            choices[level, rank] = values.argmax(axis=1)
+            forest = values.max(axis=1)
+        subtree[1:] = 1.0 + forest[:-1]
+    return subtree, choices
+
+
+def _parents(choices: np.ndarray, size: int) -> list[int]:
+    parents, level = [-1], [(0, size - 1)]  # nodes, numbers of descendants
+    for of_level in choices:
+        below = []
+        for node, left in level:
+            for of_rank in of_level:
+                if (count := int(of_rank[left])) == 0:
+                    break
+                below.append((len(parents), count - 1))
+                parents.append(node)
+                left -= count
+        level = below
+    return parents
 
 
 def _levels(acceptance: Sequence[float] | Sequence[Sequence[float]] | np.ndarray, max_depth: int) -> np.ndarray:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from pagedtree._arguments import expect_type, refusal
@@ -13,10 +12,10 @@ from pagedtree._ops import call, ops, register_fake
 from pagedtree.drafting import Draft
 from pagedtree.options import RequestOptions, option_arguments
 from pagedtree.sampling_params import SamplingParams
-from pagedtree.tree import TreeBatch
+from pagedtree.tree import TreeBatch, empty_verdict
 
 if TYPE_CHECKING:
-    from pagedtree.distributed import VocabShards
+    from pagedtree.distributed.shards import VocabShards
 
 __all__ = [
     "Verdict",
@@ -414,7 +413,7 @@ def _verify(
     if shards is not None:
         from pagedtree.distributed.verify import verify_shards
 
-        return verify_shards(rule, shards, rows, draft, trees, params, **given)
+        return Verdict(*verify_shards(rule, shards, rows, draft, trees, params, **given))
     if given.pop("max_children", None) is not None:
         raise refusal("max_children", "None without shards", "an integer")
     sampling: tuple[Any, ...] = ()
@@ -434,13 +433,6 @@ def _verify(
         given |= {f"draft_{name}": value for name, value in values}
     fields = (trees.cu_nodes, trees.depths, trees.first_child, trees.next_sibling, trees.valid)
     return Verdict(*call(getattr(ops, op), rows, draft, *fields, trees.max_nodes, trees.max_depth, *sampling, **given))
-
-
-def empty_verdict(cu_nodes: Tensor, max_depth: int, **others: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns a verify op's outputs uninitialised."""
-    batch = cu_nodes.shape[0] - 1
-    nodes, count = cu_nodes.new_empty((batch, max_depth + 1)), cu_nodes.new_empty((batch,))
-    return nodes, count, torch.empty_like(nodes, dtype=torch.int64), torch.empty_like(count)
 
 
 for _name in (name for name in __all__ if name.startswith("verify_")):

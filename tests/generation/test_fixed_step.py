@@ -22,12 +22,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from pagedtree import Draft, SamplingParams, build_trees
-from pagedtree.generation.decode_step import DecodeStep
+from pagedtree.generation.decode_step import DecodeStep, Policy
 from pagedtree.generation.drafters import Drafter, NgramDrafter
 from pagedtree.generation.drafters.base import as_drafter
 from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.generation.logprobs import LogprobReader
-from pagedtree.generation.rules import Policy, Sampling, check_rule
+from pagedtree.generation.rules import Sampling, check_rule
 from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.generation.token_options import TokenOptions, option_rows
 from pagedtree.integrations.transformers import ModelDrafter, PagedCache, load_drafter

@@ -63,6 +63,43 @@ def test_includes_follow_the_arrows() -> None:
     assert {path: wrong for path, text in sources.items() if (wrong := violations(path, text))} == {}
 
 
+def circles(arrows: dict[str, set[str]]) -> list[str]:
+    """Lists the nodes of circles, and those that lead to one."""
+    while ends := {node for node, to in arrows.items() if not to & arrows.keys()}:
+        arrows = {node: to for node, to in arrows.items() if node not in ends}
+    return sorted(arrows)
+
+
+def place_of(path: str) -> str:
+    """Returns a file's folder. The interface of the backends lies in core, but above core/verify."""
+    return path if path in ("core/ops.h", "core/backend.h") else path.rpartition("/")[0]
+
+
+def test_includes_have_no_circles() -> None:
+    sources = {path.relative_to(CSRC).as_posix(): path.read_text() for path in SOURCES}
+    files = {path: set(re.findall(r'#\s*include\s+"([^"]+)"', text)) for path, text in sources.items()}
+    places: dict[str, set[str]] = {place_of(path): set() for path in files}
+    for path, names in files.items():
+        places[place_of(path)] |= {place_of(name) for name in names} - {place_of(path)}
+    assert circles(files) == circles(places) == []
+
+
+def long_functions(text: str) -> Iterator[str]:
+    """Yields the heads of functions of more than 80 lines of code; of kernels, of more than 150."""
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith(("//", "#"))]
+    heads: dict[int, int] = {}  # indentation -> last line
+    for i, line in enumerate(lines):
+        indent = len(line) - len(line.lstrip())
+        head = heads.get(indent, i)
+        if line.strip() == "}" and i - head >= (150 if "__global__" in lines[head] else 80):
+            yield lines[head].strip()
+        heads[indent] = i
+
+
+def test_functions_are_short() -> None:
+    assert {path.name: heads for path in SOURCES if (heads := list(long_functions(path.read_text())))} == {}
+
+
 PYTHON = ROOT / "python" / "pagedtree"
 MODULES = sorted(path for path in PYTHON.rglob("*.py"))
 ENGINES = ("transformers", "vllm", "sglang", "flashinfer", "flash_attn")
@@ -106,6 +143,16 @@ def forbidden_imports(path: str, text: str) -> list[str]:
 def test_imports_follow_the_arrows() -> None:
     modules = {path.relative_to(PYTHON).as_posix(): path.read_text() for path in MODULES}
     assert {path: wrong for path, text in modules.items() if (wrong := forbidden_imports(path, text))} == {}
+
+
+def test_imports_have_no_circles() -> None:
+    paths = {".".join(p.relative_to(PYTHON.parent).with_suffix("").parts).removesuffix(".__init__"): p for p in MODULES}
+    names = paths.keys() | {"pagedtree._C"}
+    modules = {
+        module: {name if name in names else name.rpartition(".")[0] for name in imports(path.read_text())} - {module}
+        for module, path in paths.items()
+    }
+    assert circles(modules) == []
 
 
 MAKERS = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "scalar_tensor", "tensor", "zeros")

@@ -20,7 +20,7 @@
 #pragma once
 
 #include "core/sampling.h"
-#include "core/verify/tree_walk.h"
+#include "core/tree_walk.h"
 
 namespace pagedtree {
 

@@ -68,8 +68,7 @@ class LatentConsumer : public ConsumerBase<I> {
       publish_maxima(sums);
       if (group_ == 0) ptx::barrier_arrive(kMaximaReady, I::kConsumers);
       WeightFragments<I> weights, others;
-#pragma unroll
-      for (uint32_t n = 0; n < I::kShape.keys / 16; ++n) pack_weights<typename I::M>(scores[0], n * 2, weights[n]);
+      pack_weights<I>(scores, weights);
       if (group_ == 1) {
         publish_weights(scores);
 #pragma unroll

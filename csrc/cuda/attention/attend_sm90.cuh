@@ -67,6 +67,12 @@ __device__ __forceinline__ void start_scores(Scores<I>& scores, const unsigned c
 template <typename I>
 using WeightFragments = uint32_t[I::kShape.keys / 16][4];
 
+template <typename I>
+__device__ __forceinline__ void pack_weights(const Scores<I>& scores, WeightFragments<I>& weights) {
+#pragma unroll
+  for (uint32_t n = 0; n < I::kShape.keys / 16; ++n) pack_weights<typename I::M>(scores[0], n * 2, weights[n]);
+}
+
 // Issues O += P V.
 template <typename I>
 __device__ __forceinline__ void start_values(Accumulator<I>& sums, const WeightFragments<I>& weights,
@@ -216,20 +222,10 @@ class Consumer : public ConsumerBase<I> {
     const auto softmax_stage = [&](int32_t stage, bool plain, RowFactors<I>& rescales) {
       RowFactors<I> factors = {{row_factors[0][0], row_factors[0][1]}};
       if (p_.softcap != 0.0f) cap_scores<I>(p_.softcap * kLog2E, scores, factors);
-      if (!plain) {
-        const uint32_t reader = ptx::thread_index() % 32;  // recomputed to save a register
-        VisibleKeys<I::kWords> keys =
-            visible_keys<I::kWords>(tile.visibility(p_, row() + own_row(reader), window), reader, stage * kKvTile);
-        if (stage + I::kTiles > stages.end) keys.hide_from(kKvTile);
-        mask_scores(scores[0], keys, reader);
-      }
+      if (!plain) mask(tile, window, stage, stages.end, scores);
       return softmax<I>(scores, factors, sums, rescales);
     };
     WeightFragments<I> weights;
-    const auto pack = [&] {
-#pragma unroll
-      for (uint32_t n = 0; n < I::kShape.keys / 16; ++n) pack_weights<typename I::M>(scores[0], n * 2, weights[n]);
-    };
 
     ptx::wgmma_results(sums.out[0]);
     bool plain = is_plain(stages.first);
@@ -263,7 +259,7 @@ class Consumer : public ConsumerBase<I> {
       if (stage != stages.first) release(values);
       if (!PAGEDTREE_WEIGHTS_FIRST && changed) rescale<I>(sums, rescales);
       trace<I>(shared_, kValuesDone);
-      pack();
+      pack_weights<I>(scores, weights);
       stage += I::kTiles;
       if (stage >= stages.end) break;
       const bool next_plain = is_plain(stage);
@@ -291,6 +287,14 @@ class Consumer : public ConsumerBase<I> {
     const int stage = __shfl_sync(kWholeWarp, place_.stage, 0);
     place_.advance(call_.stages);
     return stage;
+  }
+  __device__ __forceinline__ void mask(const RowTile& tile, const TreeWindow& window, int32_t stage, int32_t end,
+                                       Scores<I>& scores) const {
+    const uint32_t reader = ptx::thread_index() % 32;  // recomputed to save a register
+    VisibleKeys<I::kWords> keys =
+        visible_keys<I::kWords>(tile.visibility(p_, row() + own_row(reader), window), reader, stage * kKvTile);
+    if (stage + I::kTiles > end) keys.hide_from(kKvTile);
+    mask_scores(scores[0], keys, reader);
   }
   // Releases all stages: the other warpgroup has all rows.
   __device__ __forceinline__ void skip(const StageRange& stages) {

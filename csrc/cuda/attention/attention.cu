@@ -26,19 +26,15 @@ bool is_aligned(const void* rows, int64_t token_stride, int64_t head_stride) {
   return reinterpret_cast<uintptr_t>(rows) % 16 == 0 && token_stride % 8 == 0 && head_stride % 8 == 0;
 }
 
-// Lookup functions [q: bf16, fp16][cache: q's type, fp8].
-using Finders = AttentionLauncher (*[2][2])(const TileShape&);
-constexpr Finders kMmaSync = {{bfloat16_attention, bfloat16_float8_attention}, {half_attention, half_float8_attention}};
-#if defined(PAGEDTREE_HAS_SM90A)
-constexpr Finders kWgmma = {{bfloat16_attention_sm90, bfloat16_float8_attention_sm90},
-                            {half_attention_sm90, half_float8_attention_sm90}};
-#else
-constexpr Finders kWgmma = {};
-#endif
-
 AttentionLauncher launcher_of(const TreeAttentionParams& p, const TileShape& tile) {
-  const Finders& finders = tile.is_wgmma() ? kWgmma : kMmaSync;
-  return finders[p.q_dtype == DType::kFloat16][p.kv_dtype == DType::kFloat8E4M3](tile);
+  const auto of_cache = [&]<typename T>() {
+    const bool converts = p.kv_dtype == DType::kFloat8E4M3;
+#if defined(PAGEDTREE_HAS_SM90A)
+    if (tile.is_wgmma()) return converts ? wgmma_launcher<T, Float8E4M3>(tile) : wgmma_launcher<T, T>(tile);
+#endif
+    return converts ? mma_sync_launcher<T, Float8E4M3>(tile) : mma_sync_launcher<T, T>(tile);
+  };
+  return p.q_dtype == DType::kFloat16 ? of_cache.operator()<__half>() : of_cache.operator()<__nv_bfloat16>();
 }
 
 template <typename Params>

@@ -1,9 +1,5 @@
 #include "cuda/attention/kernel_wide.cuh"
 
 namespace pagedtree::cuda {
-
-AttentionLauncher bfloat16_attention(const TileShape& shape) {
-  return mma_sync_launcher<__nv_bfloat16, __nv_bfloat16>(shape);
+template AttentionLauncher mma_sync_launcher<__nv_bfloat16, __nv_bfloat16>(const TileShape&);
 }
-
-}  // namespace pagedtree::cuda

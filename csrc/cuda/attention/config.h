@@ -1,6 +1,7 @@
 // Tile configurations: each row of kTileShapes is one kernel instance. The host chooses; nothing here needs CUDA.
 #pragma once
 
+#include "core/engine.h"
 #include "core/head_dims.h"
 #include "core/ranges.h"
 #include "cuda/tile/variants.h"
@@ -8,8 +9,7 @@
 namespace pagedtree::cuda {
 
 constexpr int kMaxStages = 4, kMaxWgmmaStages = 8;
-constexpr int kLeastTileColumns = 64;         // narrower heads get this size's plan, which their kernel ignores
-constexpr int kWgmmaSharedBytes = 227 << 10;  // limit per CTA on Hopper
+constexpr int kLeastTileColumns = 64;  // narrower heads get this size's plan, which their kernel ignores
 
 // A CTA's work: m_tile rows r = token * group_size + head against stages of `keys` keys, by row_warps x key_warps
 // warps. With few rows, warps share a stage's keys, each with a softmax state, merged at the end; with many, each has

@@ -8,14 +8,9 @@ namespace pagedtree::cuda {
 using AttentionLauncher = void (*)(const AttentionParams& params, const CallShape& call, unsigned grid,
                                    int shared_bytes, void* stream);
 
-AttentionLauncher half_attention(const TileShape& shape);
-AttentionLauncher half_float8_attention(const TileShape& shape);
-AttentionLauncher bfloat16_attention(const TileShape& shape);
-AttentionLauncher bfloat16_float8_attention(const TileShape& shape);
-
-AttentionLauncher half_attention_sm90(const TileShape& shape);
-AttentionLauncher half_float8_attention_sm90(const TileShape& shape);
-AttentionLauncher bfloat16_attention_sm90(const TileShape& shape);
-AttentionLauncher bfloat16_float8_attention_sm90(const TileShape& shape);
+template <typename T, typename Kv>
+AttentionLauncher mma_sync_launcher(const TileShape& shape);
+template <typename T, typename Kv>
+AttentionLauncher wgmma_launcher(const TileShape& shape);
 
 }  // namespace pagedtree::cuda

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "core/drafting.h"
-#include "cuda/drafting/top_tokens.cuh"
+#include "cuda/logits/top_tokens.cuh"
 
 namespace pagedtree::cuda {
 

@@ -1,7 +1,7 @@
 #include "core/drafting.h"
 #include "cuda/backend.h"
 #include "cuda/drafting/packing.cuh"
-#include "cuda/drafting/top_tokens.cuh"
+#include "cuda/logits/top_tokens.cuh"
 #include "cuda/tile/launch.cuh"
 
 namespace pagedtree::cuda {

@@ -1,8 +1,8 @@
 // Hopper: samples a row on chip, greedily or by a Gumbel race. Rows with too many kept tokens go to other kernels.
 #pragma once
 
-#include "core/backend.h"
 #include "core/engine.h"
+#include "core/ops.h"
 #include "cuda/engine.h"
 #include "cuda/logits/kept_tokens.cuh"
 #include "cuda/logits/slice.cuh"

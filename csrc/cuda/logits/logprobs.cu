@@ -1,9 +1,9 @@
 // Log-probabilities of tokens (core/logprobs.h).
 #include "core/logprobs.h"
 #include "cuda/backend.h"
-#include "cuda/drafting/top_tokens.cuh"
 #include "cuda/logits/masses.cuh"
 #include "cuda/logits/options.cuh"
+#include "cuda/logits/top_tokens.cuh"
 #include "cuda/tile/launch.cuh"
 
 namespace pagedtree::cuda {

@@ -1,8 +1,8 @@
 // Ops on rows of logits on Hopper alone. They return false if other kernels must do the work.
 #pragma once
 
-#include "core/backend.h"
 #include "core/drafting.h"
+#include "core/ops.h"
 #include "core/verify/rules.h"
 
 namespace pagedtree::cuda {

@@ -1,7 +1,7 @@
 // A tree in shared memory, so that a walk does not load its links one after another from L2.
 #pragma once
 
-#include "core/verify/tree_walk.h"
+#include "core/tree_walk.h"
 #include "cuda/tile/ptx.cuh"
 
 namespace pagedtree::cuda {

@@ -1,6 +1,6 @@
 #include <new>
 
-#include "core/verify/tree_walk.h"
+#include "core/tree_walk.h"
 #include "cuda/backend.h"
 #include "cuda/logits/on_chip.h"
 #include "cuda/logits/options.cuh"

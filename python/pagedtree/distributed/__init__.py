@@ -25,10 +25,15 @@ Raises ValueError where the ranks' arguments differ (compared where tensors are 
 GroupError where a rank does not answer.
 """
 
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import pagedtree
+from pagedtree._arguments import expect_type
 from pagedtree.distributed.draft_group import DraftGroup, DraftStats
 from pagedtree.distributed.group import GroupError, Traffic
 from pagedtree.distributed.shards import VocabShards
-from pagedtree.distributed.verify import sample, verify_greedy, verify_rejection, verify_sampled
 
 __all__ = [
     "DraftGroup",
@@ -41,3 +46,21 @@ __all__ = [
     "verify_rejection",
     "verify_sampled",
 ]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _on_shards(function: Callable[P, R]) -> Callable[P, R]:
+    """Makes `shards` required."""
+
+    @wraps(function)
+    def on_shards(*args: P.args, **kwargs: P.kwargs) -> R:
+        expect_type("shards", kwargs.get("shards"), VocabShards)
+        return function(*args, **kwargs)
+
+    return on_shards
+
+
+sample, verify_greedy = _on_shards(pagedtree.sample), _on_shards(pagedtree.verify_greedy)
+verify_rejection, verify_sampled = _on_shards(pagedtree.verify_rejection), _on_shards(pagedtree.verify_sampled)

@@ -1,8 +1,8 @@
 """Exchange rounds over rows of logits, and the words of each round.
 
-The numbers match csrc/core/shards.h and shard_distributions.h, which document the words. A rank passes zeros for the
-words that a round writes, and for a row's own words before the first round. Other words, or words from a round with
-other arguments, give unspecified results but no access outside the tensors.
+The numbers match shards.h and shard_distributions.h in csrc/core/verify, which document the words. A rank passes zeros
+for the words that a round writes, and for a row's own words before the first round. Other words, or words from a round
+with other arguments, give unspecified results but no access outside the tensors.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Round(IntEnum):
 
 
 class Weigh(IntEnum):
-    """Exchange rounds that weigh the drafts; see ResidualRound in csrc/core/shard_distributions.h."""
+    """Exchange rounds that weigh the drafts; see ResidualRound in csrc/core/verify/shard_distributions.h."""
 
     MASSES = 0
     RESIDUAL = 1

@@ -2,45 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-import pagedtree
 from pagedtree._arguments import expect_type, refusal
 from pagedtree._ops import call, ops, register_fake
 from pagedtree.distributed.protocol import END_WORDS, LEFT_WORDS, ROW_WORDS, Round, Weigh, num_digits
 from pagedtree.distributed.shards import VocabShards
 from pagedtree.options import CHANGES_LOGITS, RequestOptions, option_arguments
 from pagedtree.sampling_params import SamplingParams
-from pagedtree.tree import MAX_NODES, TreeBatch
-from pagedtree.verify import Verdict, empty_verdict
+from pagedtree.tree import MAX_NODES, TreeBatch, VerdictTensors, empty_verdict
 
-__all__ = ["sample", "sample_shards", "verify_greedy", "verify_rejection", "verify_sampled", "verify_shards"]
+__all__ = ["sample_shards", "verify_shards"]
 
 GREEDY = SamplingParams(temperature=0.0)
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _on_shards(function: Callable[P, R]) -> Callable[P, R]:
-    """Makes `shards` required."""
-
-    @wraps(function)
-    def on_shards(*args: P.args, **kwargs: P.kwargs) -> R:
-        expect_type("shards", kwargs.get("shards"), VocabShards)
-        return function(*args, **kwargs)
-
-    return on_shards
-
-
-sample, verify_greedy = _on_shards(pagedtree.sample), _on_shards(pagedtree.verify_greedy)
-verify_rejection, verify_sampled = _on_shards(pagedtree.verify_rejection), _on_shards(pagedtree.verify_sampled)
 
 
 def sample_shards(
@@ -73,7 +51,7 @@ def verify_shards(
     options: RequestOptions | None = None,
     draft_params: SamplingParams | None = None,
     **given: Any,
-) -> Verdict:
+) -> VerdictTensors:
     """`pagedtree.verify_<rule>` on vocabulary shards."""
     op, probs, max_children = f"verify_{rule}", given.get("draft_probs"), given.get("max_children")
     if draft_params is not None:
@@ -91,8 +69,10 @@ def verify_shards(
     rows = _Rows(shards, logits, params or GREEDY, grammar_mask, options, given.get("positions"), trees, **paths)
     if rule != "rejection":
         words = rows.find_winners(given.get("seeds"))
-        kept = {"last": rows.last, "vocab": shards.vocab, "draft_to_target": draft_to_target}
-        return Verdict(*call(ops.follow_shards, rows.rows, words, *rows.drafts(), **kept, tokens_left=tokens_left))
+        paths = {"draft_to_target": draft_to_target, "tokens_left": tokens_left}
+        where = rows.rows, words, *rows.drafts()
+        followed: VerdictTensors = call(ops.follow_shards, *where, last=rows.last, vocab=shards.vocab, **paths)
+        return followed
     rows.find_distributions()
     if probs is not None and probs.ndim == 2 and probs.shape[1] == shards.vocab:
         probs = shards.own(probs)
@@ -229,7 +209,7 @@ class _Weighed:
         self.trees = rows.drafts()
         self.left = rows.logits.new_zeros((rows.num_rows, LEFT_WORDS), dtype=torch.int64)
 
-    def verify(self, max_children: int | None, **streams: Tensor | None) -> Verdict:
+    def verify(self, max_children: int | None, **streams: Tensor | None) -> VerdictTensors:
         trees, group = self.rows.trees, self.rows.shards._group
         assert trees is not None
         received = masses = group.total(self._weigh(Weigh.MASSES), "the drafts' masses")
@@ -248,7 +228,7 @@ class _Weighed:
         at = num_accepted.long()[:, None]
         draws = ends[:, :1] >= 0
         tokens = tokens.scatter(1, at, torch.where(draws, bonus, tokens.gather(1, at)))
-        return Verdict(accept_index, num_accepted, tokens, status)
+        return accept_index, num_accepted, tokens, status
 
     def _weigh(
         self, round_: Weigh, received: Tensor | None = None, *, ends: Tensor | None = None, index: int = 0

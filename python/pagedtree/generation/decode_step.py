@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,13 +10,38 @@ from torch import Tensor
 
 from pagedtree import Draft, RequestOptions, TreeBatch, commit, prepare_step, slot_mapping
 from pagedtree.generation.drafters.base import Drafter, StepResult, roots_only
-from pagedtree.generation.logprobs import Found
+from pagedtree.generation.grammar_steps import GrammarSteps
+from pagedtree.generation.logprobs import Found, LogprobReader
 from pagedtree.generation.packed_model import PackedModel, PassOutput
 from pagedtree.generation.paged_cache import PagedCache
 from pagedtree.generation.paged_step import PagedStep
 from pagedtree.generation.recurrent_step import RecurrentStep
-from pagedtree.generation.rules import Policy, Sampling
+from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
+from pagedtree.generation.stop_strings import StopStrings
+from pagedtree.generation.tree_tuner import TreeTuner
+from pagedtree.options import OptionRows
+
+
+@dataclass
+class Policy:
+    """The arguments of `generate` by which the engine chooses tokens, drafts them and ends texts.
+
+    sampling, options, grammars: of all sequences. tuner: chooses the drafts; None: whole trees.
+    """
+
+    sampling: Sampling
+    eos_ids: list[int]
+    tree: str | None = None
+    share_prefix: bool | None = False
+    cuda_graph: bool = False
+    stop_strings: StopStrings | None = None
+    options: OptionRows | None = None
+    grammars: GrammarSteps | None = None
+    logprobs: LogprobReader | None = None
+    callback: Callable[[int, list[int]], object] | None = None
+    on_step: Callable[[StepResult], None] | None = None
+    tuner: TreeTuner | None = None
 
 
 class History:

@@ -15,14 +15,13 @@ from torch import Tensor
 
 from pagedtree import Draft, Verdict
 from pagedtree._arguments import refusal
-from pagedtree.generation.decode_step import DecodeStep, History, KnownTokens, Pass
+from pagedtree.generation.decode_step import DecodeStep, History, KnownTokens, Pass, Policy
 from pagedtree.generation.drafters.base import Drafter, FeatureRows, StepResult, roots_only
 from pagedtree.generation.drafters.limits import Question, without_padding
 from pagedtree.generation.fixed_step import FixedStep, check_drafter
 from pagedtree.generation.logprobs import Found, TokenLogprobs
 from pagedtree.generation.packed_model import PackedModel, PassOutput
 from pagedtree.generation.paged_step import PagedStep, PrefixPass
-from pagedtree.generation.rules import Policy
 from pagedtree.generation.scheduler import Batch, GeneratedSequence, Scheduler
 from pagedtree.generation.stats import GenerationStats, SequenceStats
 from pagedtree.generation.tree_tuner import Kept, Outcome, Plan, TreeTuner

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +17,6 @@ from pagedtree.generation.scheduler import GeneratedSequence
 
 if TYPE_CHECKING:
     from pagedtree.distributed import VocabShards
-    from pagedtree.generation.drafters import StepResult
-    from pagedtree.generation.grammar_steps import GrammarSteps
-    from pagedtree.generation.logprobs import LogprobReader
-    from pagedtree.generation.stop_strings import StopStrings
-    from pagedtree.generation.tree_tuner import TreeTuner
-    from pagedtree.options import OptionRows
 
 RULES = ("auto", *(name.removeprefix("verify_") for name in verify.__all__ if name not in ("Verdict", "verify_tokens")))
 DRAFT_LAWS = ("onehot", "iid", "swor", "coupled")
@@ -145,24 +139,3 @@ class Sampling:
         if draft_law not in DRAWN:
             draft = draft._replace(draft_probs=None, draft_rows=None)
         return getattr(pagedtree, f"verify_{rule}")(logits, draft, self.params, draft_law=draft_law, **keywords)
-
-
-@dataclass
-class Policy:
-    """The arguments of `generate` by which the engine chooses tokens, drafts them and ends texts.
-
-    sampling, options, grammars: of all sequences. tuner: chooses the drafts; None: whole trees.
-    """
-
-    sampling: Sampling
-    eos_ids: list[int]
-    tree: str | None = None
-    share_prefix: bool | None = False
-    cuda_graph: bool = False
-    stop_strings: StopStrings | None = None
-    options: OptionRows | None = None
-    grammars: GrammarSteps | None = None
-    logprobs: LogprobReader | None = None
-    callback: Callable[[int, list[int]], object] | None = None
-    on_step: Callable[[StepResult], None] | None = None
-    tuner: TreeTuner | None = None

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import pagedtree
+from pagedtree._ops import find_library
 
 __all__ = [
     "Kernel",
@@ -38,11 +38,8 @@ class Kernel:
 
 
 def cuda_library() -> Path | None:
-    for folder in map(Path, pagedtree.__path__):
-        path = folder / "lib" / "libpagedtree_cuda.so"
-        if path.exists():
-            return path
-    return None
+    path = find_library("libpagedtree_cuda.so")
+    return None if path is None else Path(path)
 
 
 def find_cuobjdump() -> str | None:

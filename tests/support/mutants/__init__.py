@@ -28,7 +28,7 @@ def of_noise(name: str, line: str, broken: str) -> Mutant:
     return Mutant(name, "core/noise.h", line, broken, (SAMPLED,), only="cpu and (chi_square or noise)")
 
 
-def of_top(name: str, line: str, broken: str, file: str = "cuda/drafting/top_tokens.cuh") -> Mutant:
+def of_top(name: str, line: str, broken: str, file: str = "cuda/logits/top_tokens.cuh") -> Mutant:
     only = "simt and (expand or logprobs) or test_clusters"
     return Mutant(name, file, line, broken, (GROWN, LOGPROBS, CASES), "simt", only)
 
@@ -174,7 +174,7 @@ RULES = [
         "a typical bound that lets equals pass", "core/verify/typical.h",
         "!(rows.target(distributions, token) > bound)", "!(rows.target(distributions, token) >= bound)",
     ),
-    Mutant("a token too many", "core/verify/tree_walk.h", "p.tokens_left[b], 0", "p.tokens_left[b] + 1, 0"),
+    Mutant("a token too many", "core/tree_walk.h", "p.tokens_left[b], 0", "p.tokens_left[b] + 1, 0"),
     Mutant("a limit that ends no sequence", "core/step.h", "ended = ended || kept == left;", ""),
     of_noise("the first member has the least of a group", "return words[0] >> 29;", "return 0;"),
     of_noise("the least of eight as the least of one", " * (1.0f / kNoiseGroup)", ""),

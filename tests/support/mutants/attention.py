@@ -60,7 +60,7 @@ WGMMA = [
     of_wgmma("sums not rescaled", "attend", "&& changed) rescale<I>(sums, rescales);", "&& false) {}"),
     of_wgmma("V read that no row sees", "stage", "if (!is_attended) (I::kLatent ? row.k : row.v) = nullptr;", ""),
     of_wgmma("boxes of the first head", "stage", "tile.kv_head * maps_.head_panels", "0"),
-    of_wgmma("keys of the next piece", "attend", "if (stage + I::kTiles > stages.end) keys.hide_from(kKvTile);", ""),
+    of_wgmma("keys of the next piece", "attend", "if (stage + I::kTiles > end) keys.hide_from(kKvTile);", ""),
     of_wgmma("fewer bytes expected", "stage", "(panels) * kPanelBytes);", "(panels) * kPanelBytes / 2);"),
     of_wgmma("no first turn", "attend", "if (group == 1) pass(true);", ""),
     of_wgmma("a group without rows does not give stages back", "attend", "return skip(stages);", "return;"),

@@ -1,4 +1,4 @@
-// Scans of a rank's columns, see core/shards.h and core/shard_distributions.h.
+// Scans of a rank's columns, see core/verify/shards.h and shard_distributions.h.
 #include "cpu/isa.h"
 #include "cpu/isa/logits/masses.h"
 #include "cpu/isa/logits/options.h"

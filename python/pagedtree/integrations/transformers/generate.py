@@ -15,11 +15,11 @@ from torch import Tensor
 
 from pagedtree import SamplingParams
 from pagedtree._arguments import refusal
+from pagedtree.generation.decode_step import Policy
 from pagedtree.generation.drafters.base import Drafter, NoDrafter, StepResult, as_drafter
 from pagedtree.generation.engine import Engine
 from pagedtree.generation.fixed_step import check_device
 from pagedtree.generation.paged_cache import PagedCache
-from pagedtree.generation.rules import Policy
 from pagedtree.generation.scheduler import GeneratedSequence, Scheduler
 from pagedtree.generation.stats import GenerationStats
 from pagedtree.generation.token_options import TokenOptions

@@ -21,13 +21,13 @@ from pagedtree.generation.rules import Sampling, check_options, check_rule
 from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.generation.token_options import TokenOptions, option_rows
 from pagedtree.grammars import GrammarMatcher
+from pagedtree.integrations.transformers.generation_config import ConfigFields, integer
 from pagedtree.integrations.transformers.logits_processors import Processors
 from pagedtree.integrations.transformers.whole_inputs import check_token_types
 from pagedtree.options import OptionRows
 
 if TYPE_CHECKING:
     from pagedtree.distributed import VocabShards
-    from pagedtree.integrations.transformers.generation_config import ConfigFields
 
 # Maximum of `token_logprobs`.
 MOST_LOGPROBS = 1024
@@ -232,15 +232,6 @@ def pad_token(model: Any, pad_token_id: Any) -> int | None:
     """Returns the given token that fills rows, else the generation config's."""
     token = getattr(model.generation_config, "pad_token_id", None) if pad_token_id is None else pad_token_id
     return None if token is None else integer("pad_token_id", token)
-
-
-def integer(name: str, value: Any) -> int:
-    value = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        raise refusal(name, "an integer", repr(value))
-    if not -(2**63) <= int(value) < 2**63:
-        raise refusal(name, "an integer of 64 bits", value)
-    return int(value)
 
 
 @dataclass

@@ -6,14 +6,15 @@ import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
+from torch import Tensor
 from transformers import GenerationConfig, generation
 
 from pagedtree import SamplingParams
 from pagedtree._arguments import argument_error, refusal
 from pagedtree.generation.stop_strings import StopStrings
-from pagedtree.integrations.transformers.generate_arguments import integer
 from pagedtree.integrations.transformers.logits_processors import WARPERS, Processors, known_tokens, read_processors
 
 # In the order in which transformers applies them.
@@ -181,6 +182,15 @@ def _acts(name: str, value: Any) -> bool:
         if name == "cache_implementation":
             return bool(value == "quantized")
         return bool(value != NEUTRAL.get(name)) and not (name in SHARES and value >= 1)
+
+
+def integer(name: str, value: Any) -> int:
+    value = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise ValueError(f"{name}: expected an integer, got {value!r}")
+    if not -(2**63) <= int(value) < 2**63:
+        raise ValueError(f"{name}: expected an integer of 64 bits, got {value}")
+    return int(value)
 
 
 @contextmanager

@@ -22,7 +22,8 @@ from vllm.v1.attention.backend import (
 from pagedtree import PreparedAttention, append_kv, attention_plan, rope_append
 from pagedtree._arguments import refusal
 from pagedtree._C import HEAD_DIMS
-from pagedtree.integrations.vllm.limits import check_worker, uses_trees
+from pagedtree.integrations.vllm.limits import uses_trees
+from pagedtree.integrations.vllm.tree_drafter import check_worker
 
 FP8 = ("fp8", "fp8_e4m3")
 

@@ -11,7 +11,6 @@ from importlib.metadata import entry_points
 from numbers import Real
 from typing import Any
 
-import pagedtree_plugins
 from pagedtree._arguments import refusal
 
 PACKAGE = "pagedtree."
@@ -20,7 +19,6 @@ PACKAGE = "pagedtree."
 METHODS = {"V1": "custom_class", "V2": "ngram_gpu"}
 SCHEDULER = "pagedtree.integrations.vllm.scheduler.TreeScheduler"
 ASYNC_SCHEDULER = "pagedtree.integrations.vllm.async_scheduler.AsyncTreeScheduler"
-MAX_NODES = 1024
 MAX_TOP_N = 1024  # of token_logprobs
 INTEGERS = ("seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")  # which vLLM takes unseen
 SMALLEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # positive numbers of fp32
@@ -83,6 +81,8 @@ def _settings(vllm_config: Any, runner: str, has_own_drafter: bool) -> Iterator[
 
 def check_config(vllm_config: Any) -> None:
     """Raises ValueError, naming the setting, for configurations where trees are unsupported or untested."""
+    from pagedtree.integrations.vllm.tree_drafter import MAX_NODES, TreeDrafter, check_worker
+
     model, speculation = vllm_config.model_config, vllm_config.speculative_config
     runner = "V2" if vllm_config.use_v2_model_runner else "V1"
     has_own_drafter = speculation is not None and runner == "V2" and speculation.method == "dflash"
@@ -103,21 +103,9 @@ def check_config(vllm_config: Any) -> None:
         count = speculation.num_speculative_tokens
         raise refusal("draft trees: speculative_config.num_speculative_tokens", f"1..{MAX_NODES - 1}", count)
     if speculation is not None:
-        from pagedtree.integrations.vllm.tree_drafter import TreeDrafter
-
         drafter = TreeDrafter if has_own_drafter else check_drafter(speculation.model)
         drafter.check(vllm_config)
         drafter.options_of(vllm_config)
-
-
-def check_worker(vllm_config: Any) -> None:
-    """Raises ValueError without PAGEDTREE_PLUGINS=vllm, and for vLLM's own worker: on runner V2 it would silently draft
-    with vLLM's n-grams."""
-    pagedtree_plugins.check()
-    worker = vllm_config.parallel_config.worker_cls
-    if not isinstance(worker, str) or worker == "auto" or worker.startswith("vllm."):
-        wanted = "pagedtree.integrations.vllm.worker.TreeGPUWorker (on CPUs TreeCPUWorker)"
-        raise refusal("draft trees: worker_cls", wanted, worker)
 
 
 def avoid_rotary_op(vllm_config: Any) -> None:
@@ -137,7 +125,7 @@ def avoid_rotary_op(vllm_config: Any) -> None:
 
 def check_drafter(name: str) -> Any:
     """Returns the class of this name. Raises ValueError unless it is a tree drafter."""
-    from pagedtree.integrations.vllm.drafters import TreeDrafter  # imports vLLM and transformers
+    from pagedtree.integrations.vllm.tree_drafter import TreeDrafter  # imports vLLM
 
     module_name, _, class_name = name.rpartition(".")
     try:

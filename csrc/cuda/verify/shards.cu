@@ -1,6 +1,6 @@
-// Scans of this rank's columns (core/shards.h, core/shard_distributions.h): one cluster per row for distributions and
+// Scans of this rank's columns (core/verify/shards.h, shard_distributions.h): one cluster per row for distributions and
 // draws, one CTA per item for residuals.
-#include "core/shard_distributions.h"
+#include "core/verify/shard_distributions.h"
 #include "cuda/backend.h"
 #include "cuda/logits/sampling.cuh"
 #include "cuda/tile/launch.cuh"

@@ -3,8 +3,8 @@
 // units_of().
 #pragma once
 
-#include "core/shards.h"
 #include "core/verify/rejection.h"
+#include "core/verify/shards.h"
 
 namespace pagedtree {
 
