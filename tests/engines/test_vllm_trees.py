@@ -217,8 +217,7 @@ def test_absent_nodes_are_left_out():
     depths = np.array([0, 1, 1, 2, 2, 3], dtype=np.int32)
     log_probs = -np.arange(6, dtype=np.float32)
     ids, tree, scores = present_nodes(tokens, parents, depths, log_probs)
-    assert ids == [5, 9, 8]
-    assert tree.tolist() == [-1, 0, 1, 2]
+    assert (ids, tree.tolist()) == ([5, 9, 8], [-1, 0, 1, 2])
     assert scores.tolist() == [0, -1, -4, -5]
     assert present_nodes(tokens[:0], parents[:0], depths[:0]).tokens == []
 

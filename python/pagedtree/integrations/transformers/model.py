@@ -148,7 +148,8 @@ class TransformersModel(PackedModel):
         # Adapters around an embedding have its weight alone; a quantised weight may have another shape.
         self.vocab_size = int(getattr(embeddings, "num_embeddings", None) or embeddings.weight.shape[0])
         self.num_logits = int((model.get_output_embeddings() or embeddings).weight.shape[0])
-        self.hidden_size, self.is_recurrent = int(config.hidden_size), bool(self.recurrent_layers)
+        self.hidden_size = int(getattr(config, "hidden_size", 0))  # BLT has several, and is refused in its first pass
+        self.is_recurrent = bool(self.recurrent_layers)
         positions = (getattr(config, field, None) for field in POSITIONS)
         self.num_positions = next((value for value in positions if isinstance(value, int) and value > 0), None)
         weights = list(model.parameters())
