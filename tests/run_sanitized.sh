@@ -16,7 +16,7 @@ cmake --install $tree --prefix $package
 # What needs no native code, or calls the ops as the other tests do, with torch's models around them, or measures memory,
 # which AddressSanitizer keeps.
 elsewhere=(tests/adapters/test_{architectures,custom_generate,importers,transformers_attention}.py
-  tests/generation/test_{choose_tree,generate_arguments,generate_rules,generate_stops,tree_tuner}.py
+  tests/generation/test_{generate_arguments,generate_rules,generate_stops,tree_tuner}.py
   tests/kernels/test_sass.py tests/ops/test_memory_growth.py
   tests/repo/test_{benchmarks,cli,docs,examples,gpu_run,layout,packaging}.py)
 

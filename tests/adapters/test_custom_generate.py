@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 import transformers
 from support.drafters import Oracle
 from support.models import SAMPLING, VOCAB, sampled, tiny, words
-from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList, dynamic_module_utils
+from transformers import DynamicCache, dynamic_module_utils
 from transformers.generation import MaxTimeCriteria, TopPLogitsWarper
 
 from pagedtree import reference
@@ -50,32 +50,18 @@ def drafters(model, batch):
     rows = [row[start:].tolist() for row, start in zip(text, (batch["attention_mask"] == 0).sum(1), strict=True)]
     return {
         "none": lambda: None,
-        "ngram": lambda: NgramDrafter(8),
         "draft model": lambda: ModelDrafter(tiny(1, num_hidden_layers=1), num_nodes=10, depth=3, width=3),
-        "itself": lambda: ModelDrafter(model, num_nodes=10, depth=3, width=2),
         "oracle": lambda: Oracle(rows, hit=0.8),
     }
 
 
-NAMES = ("none", "ngram", "draft model", "itself", "oracle")
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["none", "oracle"])
 def test_greedy_matches_model_generate(model, batch, drafters, name):
-    expected = model.generate(**batch, **GREEDY)
-    records = []
+    """Also with EOS tokens inside an accepted path, and with lengths."""
+    text, records = model.generate(**batch, **GREEDY), []
     options = {"drafter": drafters[name](), "page_size": 7, "on_stats": records.append}
-    text = model.generate(**batch, **GREEDY, **OURS, **options)
-    assert torch.equal(text, expected)
-    (stats,) = records
-    assert stats.num_tokens == 3 * COUNT
-    if name in ("itself", "oracle"):
-        assert stats.mean_accepted > 1.0 and stats.steps < COUNT / 1.5
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_eos_padding_and_lengths(model, batch, drafters, name):
-    text = model.generate(**batch, **GREEDY)
+    assert torch.equal(model.generate(**batch, **GREEDY, **OURS, **options), text)
+    assert records[0].num_tokens == 3 * COUNT and (name == "none" or records[0].mean_accepted > 1.0)
     eos = [int(text[0, 12 + 5]), int(text[2, 12 + 2])]
     for options in ({"eos_token_id": eos, "pad_token_id": 7, "max_length": 12 + COUNT}, {"max_new_tokens": 1}):
         options = {**batch, **options, "do_sample": False, "return_dict_in_generate": True}
@@ -84,7 +70,7 @@ def test_eos_padding_and_lengths(model, batch, drafters, name):
         assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["none", "draft model"])
 def test_sampled_text_is_that_of_the_seeds(model, batch, drafters, name):
     prompts = [ids[mask.bool()] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
     options = {"do_sample": True, "temperature": SAMPLING.temperature, "top_p": SAMPLING.top_p, "top_k": 0}
@@ -132,29 +118,6 @@ def test_the_distribution_is_that_of_transformers(model, batch, filters, monkeyp
         assert (expected == 0).any() or filters == FILTERS[0]
 
 
-def test_drawn_tokens_follow_the_distribution(model, batch):
-    """3000 draws of two tokens pass a chi-square test."""
-    prompt, draws = batch["input_ids"][:1], 3000
-    torch.manual_seed(0)
-    ours = {**OURS, "drafter": NgramDrafter(4), "max_batch_tokens": 1 << 16}
-    text = model.generate(prompt, max_new_tokens=2, do_sample=True, top_k=4, num_return_sequences=draws, **ours)
-    pairs, counts = torch.unique(text[:, 12:], dim=0, return_counts=True)
-    torch.manual_seed(0)
-    options = {"do_sample": True, "top_k": 4, "max_new_tokens": 1, "return_dict_in_generate": True}
-    statistic, cells = 0.0, 0
-    first = model.generate(prompt, **options, output_scores=True).scores[0][0].softmax(-1)
-    for token in first.nonzero()[:, 0]:
-        longer_prompt = torch.cat([prompt, token.view(1, 1)], dim=1)
-        second = model.generate(longer_prompt, **options, output_scores=True).scores[0][0].softmax(-1)
-        for other in second.nonzero()[:, 0]:
-            expected = float(first[token] * second[other]) * draws
-            observed = int(counts[(pairs == torch.stack([token, other])).all(1)].sum())
-            statistic, cells = statistic + (observed - expected) ** 2 / expected, cells + 1
-            counts = counts.masked_fill((pairs == torch.stack([token, other])).all(1), 0)
-    assert cells == 16 and int(counts.sum()) == 0  # no other pair was drawn
-    assert statistic < 15 + 5 * 30**0.5
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -164,11 +127,8 @@ def test_drawn_tokens_follow_the_distribution(model, batch):
         ({"sequence_bias": {(3, 4): 1.0}}, r"sequence_bias: expected single tokens, .* got 1.0 for \[3, 4\]"),
         ({"do_sample": True, "top_k": 0, "typical_p": 0.5}, "got TypicalLogitsWarper"),
         ({"do_sample": True, "top_k": 5, "top_p": 0.5, "min_p": 0.1}, "top_k, top_p, min_p: expected at most two"),
-        (
-            {"do_sample": True, "top_k": 5, "logits_processor": LogitsProcessorList([TopPLogitsWarper(0.5)])},
-            "in transformers' order, got TopPLogitsWarper, TopKLogitsWarper",
-        ),
-        ({"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(9.0)])}, "length and EOS, got MaxTimeCriteria"),
+        ({"do_sample": True, "top_k": 5, "logits_processor": [TopPLogitsWarper(0.5)]}, "order, got TopP.*, TopK"),
+        ({"stopping_criteria": [MaxTimeCriteria(9.0)]}, "length and EOS, got MaxTimeCriteria"),
         ({"return_dict_in_generate": True, "output_scores": True}, "sequences alone as output, got output_scores"),
         ({"inputs_embeds": torch.zeros(3, 12, 128)}, "tokens and a mask, got inputs_embeds"),
         ({"position_ids": torch.arange(12).expand(3, 12) + 1}, "position_ids: expected those that the attention mask"),
@@ -213,7 +173,8 @@ def test_stop_strings(model, batch, tmp_path, monkeypatch):
     """transformers passes no tokenizer to decoding loops, except to a folder's function, so it has another name."""
     tokenizer = words(VOCAB)
     options = {**batch, **GREEDY}
-    expected = model.generate(**options)
+    text = model.generate(**options)
+    expected = text.clone()
     stops = {int(expected[0, 15]), int(expected[1, 18])}
     ends = [next((i + 1 for i in range(12, len(row)) if int(row[i]) in stops), len(row)) for row in expected]
     for row, end in zip(expected, ends, strict=True):
@@ -227,16 +188,9 @@ def test_stop_strings(model, batch, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match="stop_strings: expected stop_tokenizer="):
             model.generate(**options, **ours, **keywords)
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
-    load = {"custom_generate": str(EXAMPLES), "trust_remote_code": True}
+    load, records = {"custom_generate": str(EXAMPLES), "trust_remote_code": True}, []
     assert torch.equal(model.generate(**options, **load, tokenizer=tokenizer), expected)
-
-
-def test_loaded_from_a_folder(model, batch, tmp_path, monkeypatch):
-    """transformers copies the file and asks for trust."""
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
-    options = {**batch, **GREEDY}
-    load = {"custom_generate": str(EXAMPLES), "trust_remote_code": True}
-    expected, records = model.generate(**options), []
+    del options["stop_strings"]
     for keywords in ({}, {"drafter": NgramDrafter(6)}):
-        assert torch.equal(model.generate(**options, **load, **keywords, on_stats=records.append), expected)
+        assert torch.equal(model.generate(**options, **load, **keywords, on_stats=records.append), text)
     assert all(max(stats.accepted_histogram) > 0 for stats in records)

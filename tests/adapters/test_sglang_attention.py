@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from enum import Enum
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from support.attention import Pages, causal_mask, close, dense_attention, random
 from support.doubles import Graph, Recording
 from torch import Tensor
 
+from pagedtree.integrations.sglang import on_cpu
 from pagedtree.integrations.sglang.attention import PagedTreeBackend, PagedTreeDraftBackend
 from pagedtree.integrations.sglang.plugin import create_draft_backend
 
@@ -109,12 +111,6 @@ class Server:
 @pytest.fixture
 def dtype(backend) -> torch.dtype:
     return torch.float32 if backend == "cpu" else torch.float16
-
-
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_decode(backend, device, dtype, page_size) -> None:
-    server = Server([1, 40, 17], [1, 1, 1], page_size, device, dtype)
-    server.check(server.run(Mode.DECODE), [causal_mask(1, s) for s in server.lens])
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -352,3 +348,39 @@ def test_other_refusals() -> None:
     server.runner.use_mla_backend = True
     with pytest.raises(NotImplementedError, match="kv_lora_rank 512 and qk_rope_head_dim 64, got 64 and 0"):
         PagedTreeBackend(server.runner)
+
+
+# ---- functions that SGLang lacks on CPUs
+
+
+def test_last_slots() -> None:
+    table = torch.tensor([[5, 6, 7], [8, 9, 4]], dtype=torch.int32)
+    found = on_cpu.last_loc(table, torch.tensor([1, 0, 1]), torch.tensor([2, 0, 3]))
+    assert found.tolist() == [9, -1, 4]
+
+
+def test_filters_of_probabilities() -> None:
+    probs = torch.tensor([[0.5, 0.1, 0.3, 0.1], [0.25, 0.25, 0.25, 0.25], [0.1, 0.2, 0.3, 0.4]])
+    result = on_cpu.top_k_renorm(probs, torch.tensor([2, 1, 2**30], dtype=torch.int32))
+    torch.testing.assert_close(result, torch.tensor([[0.625, 0, 0.375, 0], [0.25] * 4, [0.1, 0.2, 0.3, 0.4]]))
+    result = on_cpu.top_p_renorm(probs, torch.tensor([0.5, 0.3, 0.71]))
+    torch.testing.assert_close(result, torch.tensor([[1.0, 0, 0, 0], [0.25] * 4, [0, 2 / 9, 3 / 9, 4 / 9]]))
+
+
+def test_requests_that_sample_are_not_verified_greedily(monkeypatch) -> None:
+    names = dict.fromkeys(on_cpu.SAMPLING)
+    utils = SimpleNamespace(**{**names, "top_k_renorm_prob": len})
+    monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "sglang.srt", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "sglang.srt.speculative", SimpleNamespace(eagle_utils=utils))
+
+    def original(*, is_all_greedy: bool, is_cpu: bool, is_hip: bool) -> bool:
+        return is_all_greedy or is_cpu or is_hip
+
+    ask = dict(is_cpu=True, is_hip=False)
+    assert on_cpu.verify_uses_greedy(original, is_all_greedy=True, **ask)
+    assert not on_cpu.verify_uses_greedy(original, is_all_greedy=False, **ask)
+    assert on_cpu.verify_uses_greedy(original, is_all_greedy=False, is_cpu=False, is_hip=True)
+    assert utils.top_k_renorm_prob is len  # existing functions stay
+    assert utils.top_p_renorm_prob is on_cpu.top_p_renorm
+    assert utils.tree_speculative_sampling_target_only is on_cpu.tree_speculative_sampling_target_only

@@ -35,6 +35,8 @@ EAGLE = {
     "next_token": [[1, 3, 4, 5, 6, 7, -1, -1], [1, 2, -1, 6, -1, -1, 7, -1]],
     "next_sibling": [[-1, 2, -1, -1, -1, -1, -1, -1], [-1, -1, 3, 4, 5, -1, -1, -1]],
 }
+EAGLE_CASE = [EAGLE[name] for name in ("parent_list", "selected_index", "seq_lens")]
+EAGLE_LISTS = [EAGLE["positions"], [[*range(8)], [*range(8, 16)]], EAGLE["next_token"], EAGLE["next_sibling"]]
 # From SGLang's test_build_eagle_tree_malformed: top 2 of 3 levels, 4 nodes. Parents may follow their children.
 MALFORMED_SELECTED = [[4, 2, 0], [2, 4, 0]]
 MALFORMED = {
@@ -130,15 +132,13 @@ def check(parents, selected, seq_lens, topk, depth, mode, **options) -> tuple[Te
 @pytest.mark.parametrize("spelling", ["retrive", "retrieve"])
 def test_links_of_published_masks(on_torch_device, spelling) -> None:
     """The n-gram drafter's sibling lists ascend, as EAGLE's do."""
-    case = [EAGLE[name] for name in ("parent_list", "selected_index", "seq_lens")]
-    mask = build(*case, 4, 4, QLEN)[0]
+    mask = build(*EAGLE_CASE, 4, 4, QLEN)[0]
     outs = [torch.full(shape, 77) for shape in ((16,), (2, 8), (2, 8), (2, 8))]
     names = ["positions", *(f"{spelling}_{x}" for x in ("index", "next_token", "next_sibling"))]
     lens = torch.tensor(EAGLE["seq_lens"])
     form = {"batch_size": 2, "draft_token_num": 8, "verified_seq_len": lens, **dict(zip(names, outs, strict=True))}
     reconstruct_indices_from_tree_mask(mask, **form)
-    lists = EAGLE["positions"], [[*range(8)], [*range(8, 16)]], EAGLE["next_token"], EAGLE["next_sibling"]
-    assert [out.tolist() for out in outs] == list(lists)
+    assert [out.tolist() for out in outs] == EAGLE_LISTS
     with pytest.raises(ValueError, match=r"tree_mask: expected 128 elements of one byte, got 64 of torch\.bool"):
         reconstruct_indices_from_tree_mask(mask[:64], **form)
     assert build_tree_kernel_efficient_cpu is build_tree_kernel_efficient  # SGLang's name on CPUs
@@ -147,14 +147,9 @@ def test_links_of_published_masks(on_torch_device, spelling) -> None:
 @pytest.mark.parametrize("mode", TreeMaskMode)
 @pytest.mark.parametrize("spelling", ["retrive", "retrieve"])
 def test_published_eagle_tree(on_torch_device, mode, spelling) -> None:
-    case = [EAGLE[name] for name in ("parent_list", "selected_index", "seq_lens")]
-    mask, positions, index, next_token, next_sibling = build(*case, 4, 4, mode, spelling=spelling)
-    assert positions.tolist() == EAGLE["positions"]
-    assert index.tolist() == [[*range(8)], [*range(8, 16)]]
-    assert next_token.tolist() == EAGLE["next_token"]
-    assert next_sibling.tolist() == EAGLE["next_sibling"]
-    sees = reference(*case[:2], 4, 4)[3]
-    assert np.array_equal(tree_cells(mask, EAGLE["seq_lens"], 8, mode).cpu(), sees)
+    mask, *lists = build(*EAGLE_CASE, 4, 4, mode, spelling=spelling)
+    assert [x.tolist() for x in lists] == EAGLE_LISTS
+    assert np.array_equal(tree_cells(mask, EAGLE["seq_lens"], 8, mode).cpu(), reference(*EAGLE_CASE[:2], 4, 4)[3])
 
 
 @pytest.mark.parametrize("mode", TreeMaskMode)

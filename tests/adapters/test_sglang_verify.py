@@ -112,46 +112,24 @@ BOUNDARIES = {
 }
 
 
-def first_token(
-    siblings: list[int], distributions: Tensor, coins: Tensor, threshold_single: float, final: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Returns first tokens and their acceptance for bs distributions and coins; `siblings` are drafts."""
-    (bs, vocab), n = distributions.shape, len(siblings) + 1
-    outs = outputs(bs * n, bs, 2, torch.int32, distributions.device)
-    tree_speculative_sampling_target_only(
-        **outs,
-        candidates=torch.tensor([0, *siblings]).repeat(bs, 1),
-        retrive_index=torch.arange(bs * n).view(bs, n),
-        retrive_next_token=torch.tensor([1] + [-1] * (n - 1)).repeat(bs, 1),
-        retrive_next_sibling=torch.tensor([-1, *range(2, n), -1]).repeat(bs, 1),
-        uniform_samples=coins[:, None].repeat(1, n),
-        uniform_samples_for_final_sampling=torch.zeros(bs) if final is None else final,
-        target_probs=distributions[:, None].repeat(1, n, 1),
-        draft_probs=torch.zeros(bs, n, vocab),
-        threshold_single=threshold_single,
-    )
-    return outs["predicts"].view(bs, n)[:, 0], outs["accept_token_num"]
-
-
 @pytest.mark.parametrize("name", BOUNDARIES)
 def test_published_boundaries(on_device, name) -> None:
     siblings, distribution, coin, threshold, token, accepted = BOUNDARIES[name]
-    result = first_token(siblings, torch.tensor([distribution]), torch.tensor([coin]), threshold)
-    assert (result[0].item(), result[1].item()) == (token, accepted)
-
-
-def test_coins_on_boundaries(on_device) -> None:
-    """A coin on a boundary belongs to the second interval, for every distribution of sixteenths."""
-    distributions = [(0, a, b, 16 - a - b) for a in range(17) for b in range(17 - a)]
-    p = torch.tensor(distributions, dtype=torch.float32) / 16
-    for width in (1, 2):
-        coins = p[:, 1 : width + 1].sum(1)
-        inside = coins < 1
-        tokens, accepted = first_token([1, 2, 3], p[inside], coins[inside], 1.0)
-        assert accepted.all()
-        assert tokens.tolist() == [
-            2 if width == 1 and distribution[2] else 3 for distribution in np.array(distributions)[inside.cpu().numpy()]
-        ]
+    n, vocab = len(siblings) + 1, len(distribution)
+    outs = outputs(n, 1, 2, torch.int32)
+    tree_speculative_sampling_target_only(
+        **outs,
+        candidates=torch.tensor([[0, *siblings]]),
+        retrive_index=torch.arange(n)[None],
+        retrive_next_token=torch.tensor([[1] + [-1] * (n - 1)]),
+        retrive_next_sibling=torch.tensor([[-1, *range(2, n), -1]]),
+        uniform_samples=torch.full((1, n), coin),
+        uniform_samples_for_final_sampling=torch.zeros(1),
+        target_probs=torch.tensor([distribution]).expand(1, n, vocab).contiguous(),
+        draft_probs=torch.zeros(1, n, vocab),
+        threshold_single=threshold,
+    )
+    assert (outs["predicts"][0].item(), outs["accept_token_num"].item()) == (token, accepted)
 
 
 # Random trees: nodes, sibling lists and flat rows in any order --------------------------------------------------------
@@ -253,16 +231,6 @@ def test_sampling_on_random_trees(on_device, bs, n, width, thresholds) -> None:
         paths.append((names[b][path], [*drafts[path[1:]].tolist(), bonus]))
     assert n < 3 or bs == 0 or max(len(path) for path, _ in paths) > 1
     check_paths(outs, case["retrive_index"], paths)
-
-
-def test_distribution_of_the_first_token(on_device) -> None:
-    """Each token's share of a coin grid is exactly its probability."""
-    p, grid = torch.tensor([0.4, 0.2, 0.2, 0.2]), 20
-    even = (torch.arange(grid) + 0.5) / grid
-    coins, final = (x.flatten() for x in torch.meshgrid(even, even, indexing="ij"))
-    tokens, accepted = first_token([0, 2], p.expand(grid * grid, 4), coins, 1.0, final)
-    assert tokens.bincount(minlength=4).tolist() == [160, 80, 80, 80]
-    assert accepted.sum() == 0.6 * grid * grid
 
 
 def test_broken_links_end(on_device) -> None:

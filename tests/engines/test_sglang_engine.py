@@ -195,3 +195,18 @@ def test_sglang_lacks_the_rules_replaced_on_cpus() -> None:
     assert {"is_all_greedy", "is_cpu"} <= {keyword.arg for keyword in keywords}
     theirs = SOURCES.parameters("srt/mem_cache/allocation.py", "get_last_loc")
     assert [*own_parameters(on_cpu.last_loc)] == [*theirs]
+
+
+def test_installed_plugin_changes_nothing() -> None:
+    """Under another attention backend SGLang is unchanged."""
+
+    def listed(**variables: str) -> list[str]:
+        env = {**environment(), **variables}
+        command = sys.executable, FOLDER / "untouched.py", "sglang"
+        done = subprocess.run(command, capture_output=True, text=True, env=env)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    assert "PAGEDTREE_PLUGINS" not in os.environ
+    installed, missing = listed(), listed(SGLANG_PLUGINS="none")
+    assert installed == missing  # both list our modules: the stand-in of sgl_kernel imports some

@@ -13,13 +13,11 @@ from vllm_case import (
     accepted,
     engine,
     generate,
-    metrics_of,
     of_runner,
     prompt_logprobs,
     runner_of,
     token_prompts,
     tree_options,
-    write_eagle_head,
 )
 
 from pagedtree.integrations.vllm.attention import PagedTreeImpl, PagedTreeMetadata, kv_views
@@ -42,25 +40,6 @@ def test_chains_of_vllm(stock, chains):
     with engine(attention_backend="CUSTOM", speculative_config=chains) as llm:
         assert generate(llm, PROMPTS) == stock
         assert accepted(llm) > 0
-
-
-def test_eagle_chains(stock, tmp_path):
-    speculation = {"method": "eagle", "model": write_eagle_head(tmp_path), "num_speculative_tokens": 3}
-    with engine(attention_backend="CUSTOM", speculative_config=speculation) as llm:
-        assert generate(llm, PROMPTS) == stock
-        assert metrics_of(llm)["vllm:spec_decode_num_drafts"] > 0
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(max_num_batched_tokens=16, max_num_seqs=3),  # prompts in chunks
-        dict(env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}),
-    ],
-)
-def test_output_is_stock(stock, options):
-    with engine(attention_backend="CUSTOM", **options) as llm:
-        assert generate(llm, PROMPTS) == stock
 
 
 def test_half_precision_is_as_exact_as_stock():

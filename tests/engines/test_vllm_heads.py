@@ -27,7 +27,7 @@ from vllm_case import (
 )
 
 from pagedtree.generation.drafters import MedusaHeads
-from pagedtree.integrations.vllm.features import Accepted, check_features, kept_features, kept_rows
+from pagedtree.integrations.vllm.features import check_features
 from pagedtree.integrations.vllm.tuned import BatchTuner
 
 PROMPTS = token_prompts()
@@ -78,24 +78,21 @@ def test_two_ranks_get_the_same_states(stock):
 HEADS = pytest.mark.parametrize("drafter", ["medusa", "eagle"])
 
 
-@pytest.mark.parametrize("drafter", ["medusa", "eagle", "model"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_schedules_of_drafters(stock, drafter, schedule):
-    with engine(**tree_options(drafter), **SCHEDULES[schedule], **NO_PREFIXES) as llm:
-        assert generate(llm, PROMPTS) == stock
-        assert accepted(llm) > len(PROMPTS)
-        if schedule == "preempted":
-            expect_preemptions(llm)
-
-
 @pytest.mark.parametrize(
-    "options", [{}, pytest.param({"tree": "auto"}, marks=V1_ONLY), {"drafter": EAGLE, "depth": 3, "width": 2}]
+    ("drafter", "options"),
+    [
+        *((drafter, {}) for drafter in ("medusa", "eagle", "model", "folder")),
+        pytest.param("folder", {"tree": "auto"}, marks=V1_ONLY),
+        ("folder", {"drafter": EAGLE, "depth": 3, "width": 2}),
+    ],
 )
-@pytest.mark.parametrize("schedule", ["plain", "preempted"])
-def test_a_drafter_from_a_folder(stock, options, schedule):
-    with engine(**tree_options("folder", **options), **SCHEDULES[schedule], **NO_PREFIXES) as llm:
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules_of_drafters(stock, drafter, options, schedule):
+    with engine(**tree_options(drafter, **options), **SCHEDULES[schedule], **NO_PREFIXES) as llm:
         assert generate(llm, PROMPTS) == stock
         assert accepted(llm) > len(PROMPTS)
+        if schedule == "preempted" and drafter != "folder":
+            expect_preemptions(llm)
 
 
 @pytest.mark.parametrize("tree", ["whole", pytest.param("auto", marks=V1_ONLY)])
@@ -126,18 +123,6 @@ def test_heads_that_are_not_asked_in_every_step(stock, drafter, schedule, monkey
         assert accepted(llm) > 0
         assert (metrics_of(llm)["vllm:num_preemptions"] > 0) == (schedule == "preempted")
     assert len(plans) > 10
-
-
-def test_kept_rows_and_features():
-    """Requests read a chunk, have a tree, or only a root."""
-    accept = torch.tensor([[0, -1, -1], [0, 2, 3], [0, -1, -1]])
-    rows = kept_rows([4, 5, 1], [0, 3, 1], Accepted(torch.tensor([3, 7, 9]), [0, 4, 0], accept))
-    assert rows == [[0, 1, 2, 3], [4, 6, 7], [9]]
-    assert kept_rows([4, 1], [1, 1], Accepted(torch.tensor([3, 4]))) == [[0, 1, 2, 3], [4]]
-    streams = [torch.arange(10.0)[:, None] + 100 * layer for layer in (1, 5)]
-    features = kept_features(streams, (5, 1, 5), rows)
-    assert [len(of_request) for of_request in features] == [4, 3, 1]
-    assert features[1].tolist() == [[504, 104, 504], [506, 106, 506], [507, 107, 507]]
 
 
 def test_a_model_without_streams_is_refused():

@@ -20,6 +20,7 @@ from vllm_case import (
     prompt_logprobs,
     runner_of,
     saved,
+    texts_of,
     token_prompts,
     tree_options,
 )
@@ -116,14 +117,6 @@ def test_half_precision_is_as_exact_as_stock(deepseek):
     assert 0 < error < 1.25 * stock_error
 
 
-@V1_ONLY
-def test_vllms_rotary_op_depends_on_the_batch(deepseek):
-    """A failure means that vLLM is fixed and `limits.avoid_rotary_op` can go."""
-    path, expected = deepseek
-    with engine(model=path) as llm:
-        assert generate(llm, PROMPTS) != expected
-
-
 def test_two_tensor_parallel_ranks(deepseek):
     """Each rank has half of the heads and all latents."""
     path, expected = deepseek
@@ -150,8 +143,7 @@ def test_chunked_prefill_prefix_cache_and_block_size(deepseek, monkeypatch):
 def test_compiled_model(deepseek, tmp_path):
     path, expected = deepseek
     env = {"VLLM_CACHE_ROOT": str(tmp_path)}
-    with engine(model=path, **oracle(expected), enforce_eager=False, env=env) as llm:
-        assert generate(llm, PROMPTS) == expected
+    assert texts_of(PROMPTS, model=path, **oracle(expected), enforce_eager=False, env=env) == expected
 
 
 @V1_ONLY

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import os
 import re
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +20,9 @@ import torch
 from vllm_case import (
     DRAFT,
     LLM,
+    NO_TREES,
     RUNNER,
+    TARGET,
     SamplingParams,
     VLLMValidationError,
     engine,
@@ -27,7 +35,7 @@ from vllm_case import (
 from pagedtree.integrations.vllm import drafters
 from pagedtree.integrations.vllm.attention import PagedTreeBackend, PagedTreeMetadataBuilder, TreeMask
 from pagedtree.integrations.vllm.drafters import NgramTreeDrafter
-from pagedtree.integrations.vllm.limits import ASYNC_SCHEDULER, SCHEDULER, check_request, min_p_of
+from pagedtree.integrations.vllm.limits import ASYNC_SCHEDULER, SCHEDULER, check_request
 from pagedtree.integrations.vllm.verification import target_groups
 
 REQUESTS = {
@@ -65,13 +73,6 @@ def test_refuses_unsupported_request_fields_by_name(name):
         check_request(params)
 
 
-def test_min_p_comes_from_either_place():
-    assert min_p_of(SamplingParams(min_p=0.25)) == 0.25
-    assert min_p_of(SamplingParams(extra_args={"min_p": 0.5})) == 0.5
-    with pytest.raises(ValueError, match="min_p"):
-        check_request(SamplingParams(extra_args={"min_p": "much"}))
-
-
 def start(**options) -> LLM:
     with engine(**options) as llm:
         return llm
@@ -84,7 +85,6 @@ def speculating(drafter: str = "ngram", **changes) -> dict[str, Any]:
 
 
 NGRAMS = tree_options("ngram")
-WORKER = {"worker_cls": "pagedtree.integrations.vllm.worker.TreeCPUWorker"}
 DRAFT_MODEL = {"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 2}
 PROCESSOR = "vllm.v1.sample.logits_processor:MinPLogitsProcessor"
 USES_V2 = "VLLM_USE_V2_MODEL_RUNNER"
@@ -99,22 +99,17 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("head_size", {**NGRAMS, "hf_overrides": {"head_dim": 32}}),
     ("attention_chunk_size", {**NGRAMS, "hf_overrides": {"attention_chunk_size": 32}}),
     ("kv_sharing_fast_prefill", {**NGRAMS, "kv_sharing_fast_prefill": True}),
-    ("max_branches in 1..1024, got '4'", tree_options("ngram", max_branches="4")),
     ("cannot load model = '/no/such'", tree_options("model", model="/no/such")),
     ("worker_cls", {**NGRAMS, "worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"}),
-    ("logits_processors", {**WORKER, "logits_processors": [PROCESSOR]}),
-    ("method", {**WORKER, "speculative_config": DRAFT_MODEL}),
+    ("logits_processors", {**NO_TREES, "logits_processors": [PROCESSOR]}),
+    ("method", {**NO_TREES, "speculative_config": DRAFT_MODEL}),
     ("max_branchs", tree_options("ngram", max_branchs=2)),
-    ("expected tree = ", tree_options("ngram", tree="some")),
     ("expected the entry model", {**tree_options("model"), "additional_config": {}}),
     ("num_speculative_tokens", speculating(num_speculative_tokens=1024)),
     ("draft_tensor_parallel_size: NgramTreeDrafter has no", speculating(draft_tensor_parallel_size=1)),
     ("draft_tensor_parallel_size: MedusaTreeDrafter has no", speculating("medusa", draft_tensor_parallel_size=1)),
     (f"{DIVISOR}1, got 2", speculating("model", draft_tensor_parallel_size=2)),
-    *(
-        (f"{DIVISOR}2, got {n}", {**speculating("model", draft_tensor_parallel_size=n), "tensor_parallel_size": 2})
-        for n in (3, 4)
-    ),
+    (f"{DIVISOR}2, got 3", {**speculating("model", draft_tensor_parallel_size=3), "tensor_parallel_size": 2}),
     # One runner's method does not run on the other.
     *(
         (f"{METHOD_OF}{runner}: expected {right}, got {wrong}", {**speculating(method=wrong), "env": {USES_V2: value}})
@@ -157,7 +152,7 @@ def test_installed_logits_processors_are_refused(tmp_path, monkeypatch):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: only-five\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[vllm.logits_processors]\nonly_five = only_five:OnlyFive\n")
     monkeypatch.syspath_prepend(tmp_path)
-    for options in (NGRAMS, {**WORKER, **tree_options(None), "scheduler_cls": of_runner(SCHEDULER, ASYNC_SCHEDULER)}):
+    for options in (NGRAMS, {**NO_TREES, **tree_options(None), "scheduler_cls": of_runner(SCHEDULER, ASYNC_SCHEDULER)}):
         with pytest.raises(ValueError, match=r"installed vllm.logits_processors .*only_five:OnlyFive"):
             start(**options)
 
@@ -183,7 +178,6 @@ WRONG_OPTIONS = [
     ("Ngram", {"max_branches": 0}, "max_branches in 1..1024, got 0"),
     ("Ngram", {"max_branches": True}, "max_branches in 1..1024, got True"),
     ("Ngram", {"max_depth": 0}, "max_depth in 1..1023"),
-    ("Ngram", {"max_depth": 2.0}, "max_depth in 1..1023"),
     ("Ngram", {"min_ngram": 5, "max_ngram": 2}, "min_ngram <= max_ngram"),
     ("Ngram", {"max_ngram": 65}, "max_ngram in 1..64"),
     ("Ngram", {"tree": []}, "tree = "),
@@ -262,3 +256,30 @@ def test_a_drafter_cannot_change_a_text(monkeypatch):
     monkeypatch.setattr(NgramTreeDrafter, "draft", lambda self, request_ids, tokens: tokens[0].sort())
     with engine(**NGRAMS) as llm, pytest.raises(RuntimeError, match=r"NgramTreeDrafter.draft: .*read-only"):
         generate(llm, token_prompts(2))
+
+
+# ---- without draft trees an engine is vLLM's own
+
+PROGRAM = Path(__file__).parent / "untouched.py"
+GROUPS = "vllm.general_plugins", "vllm.platform_plugins"
+
+
+def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
+    env = {**os.environ, **variables}
+    del env["PAGEDTREE_PLUGINS"]
+    return subprocess.run([sys.executable, PROGRAM, "vllm", *arguments], capture_output=True, text=True, env=env)
+
+
+def test_installed_plugins_change_nothing():
+    others = {entry.name for group in GROUPS for entry in entry_points(group=group)} - {"pagedtree"}
+    installed, missing = run(), run(VLLM_PLUGINS=",".join(["none", *others]))
+    assert installed.returncode == missing.returncode == 0, installed.stderr + missing.stderr
+    assert installed.stdout.splitlines()[-1] == "[]"
+    assert installed.stdout == missing.stdout
+
+
+def test_drafter_without_the_variable_is_refused():
+    options = {"model": TARGET, "dtype": "float32", "enforce_eager": True, "max_model_len": 512, **tree_options()}
+    done = run(json.dumps(options))
+    assert done.returncode != 0
+    assert "expected PAGEDTREE_PLUGINS=vllm in the environment, got None" in done.stderr

@@ -1,10 +1,27 @@
-"""Sliding windows, layers of two kinds with softcap, and tensor-parallel ranks."""
+"""Sliding windows, layers of two kinds with softcap, tensor-parallel ranks, and the documented drafters."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from vllm_case import RANKS, accepted, engine, generate, of_runner, runner_of, saved, token_prompts, tree_options
+from support import ROOT, python_blocks
+from vllm_case import (
+    MEDUSA,
+    NO_TREES,
+    RANKS,
+    accepted,
+    engine,
+    generate,
+    of_runner,
+    runner_of,
+    saved,
+    speculation,
+    texts_of,
+    token_prompts,
+    tree_options,
+)
 
 PROMPTS = token_prompts()
 WINDOW = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 24}
@@ -12,14 +29,11 @@ WINDOW = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sli
 
 def test_sliding_windows():
     """The window is shorter than the prompts, and depth determines a node's position."""
-    with engine() as llm:
-        unlimited = generate(llm, PROMPTS)
-    with engine(hf_overrides=WINDOW) as llm:
-        expected = generate(llm, PROMPTS)
+    unlimited = texts_of(PROMPTS)
+    expected = texts_of(PROMPTS, hf_overrides=WINDOW)
     assert expected != unlimited
     for options in ({"attention_backend": "CUSTOM"}, tree_options("model")):
-        with engine(**options, hf_overrides=WINDOW, block_size=16) as llm:
-            assert generate(llm, PROMPTS) == expected
+        assert texts_of(PROMPTS, **options, hf_overrides=WINDOW, block_size=16) == expected
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +51,7 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_two_groups_of_caches_and_softcap(gemma):
-    with engine(model=gemma) as llm:
-        expected = generate(llm, PROMPTS)
+    expected = texts_of(PROMPTS, model=gemma)
     assert all(len(set(output)) > 2 for output in expected)
     # The target drafts itself, so whole paths are accepted.
     for options in ({"attention_backend": "CUSTOM"}, tree_options("model", model=gemma)):
@@ -61,10 +74,36 @@ def test_two_groups_of_caches_and_softcap(gemma):
 )
 def test_two_tensor_parallel_ranks(drafter, draft_ranks, tree):
     """The first rank drafts for both, or they share the draft model."""
-    with engine() as llm:
-        expected = generate(llm, PROMPTS)
+    expected = texts_of(PROMPTS)
     options = tree_options(drafter, tree=tree)
     options["speculative_config"]["draft_tensor_parallel_size"] = draft_ranks
     with engine(**options, **RANKS, enable_prefix_caching=False) as llm:
         assert generate(llm, PROMPTS) == expected
         assert tree == "auto" or accepted(llm) > len(PROMPTS)
+
+
+# ---- the drafters of docs/integrations/vllm.md
+
+BLOCKS = python_blocks(ROOT / "docs" / "integrations" / "vllm.md")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "RepeatDrafter": {"tree": "whole", "most": 3},
+    "HeadsDrafter": {"tree": "whole", "heads": MEDUSA},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_drafters_of_the_page_draft(name, tmp_path, monkeypatch):
+    """A drafter is a module, named in the configuration with the worker."""
+    (block,) = (block for block in BLOCKS if f"class {name}(" in block)
+    (tmp_path / f"my_{name}.py").write_text(block)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    prompts = [*token_prompts(2), [7] * 20]
+    expected, drafting = texts_of(prompts), speculation(f"my_{name}.{name}")
+    config = {"pagedtree": OPTIONS[name]}
+    with engine(**NO_TREES, speculative_config=drafting, additional_config=config) as llm:
+        assert generate(llm, prompts) == expected
+        assert accepted(llm) > 0
+
+
+def test_every_block_of_the_page_is_run():
+    assert len(BLOCKS) == len(OPTIONS)

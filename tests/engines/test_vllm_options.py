@@ -302,11 +302,11 @@ def test_preempted_requests_keep_their_options():
         assert tokens_of(outputs_of(llm, PROMPTS, params)) == expected
 
 
-@pytest.mark.parametrize("name", ["min_p", "logit_bias"])
-def test_other_drafters_keep_vllms_refusals(name):
+def test_other_drafters_keep_vllms_refusals():
     with engine(speculative_config=NGRAM) as llm:
-        with pytest.raises(VLLMValidationError, match="min_p and logit_bias"):
-            generate(llm, PROMPTS[:1], SamplingParams(temperature=0.5, **OPTIONS[name]))
+        for name in ("min_p", "logit_bias"):
+            with pytest.raises(VLLMValidationError, match="min_p and logit_bias"):
+                generate(llm, PROMPTS[:1], SamplingParams(temperature=0.5, **OPTIONS[name]))
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         assert not isinstance(scheduler, TreeScheduler)
 

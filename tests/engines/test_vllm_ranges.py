@@ -12,16 +12,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from vllm_case import (
-    LLM,
-    SamplingParams,
-    VLLMValidationError,
-    accepted,
-    engine,
-    of_runner,
-    token_prompts,
-    tree_options,
-)
+from vllm_case import LLM, SamplingParams, VLLMValidationError, accepted, engine, of_runner, token_prompts, tree_options
 
 COUNT = int(os.environ.get("PAGEDTREE_REQUESTS", of_runner(60, 8)))
 PROMPTS = [prompt[-40:] for prompt in token_prompts(8)]

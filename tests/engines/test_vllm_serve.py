@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 from vllm_case import (
     DRAFT,
-    METHOD,
     TARGET,
     SamplingParams,
     StructuredOutputsParams,
     engine,
     generate,
     of_runner,
+    speculation,
     token_prompts,
 )
 
@@ -73,11 +73,6 @@ def metadata_of_vllm(folder: Path) -> Path:
 @pytest.fixture(scope="module", params=of_runner(["ngram", "model"], ["ngram"]))
 def client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     name, options = {"ngram": ("NgramTreeDrafter", {}), "model": ("ModelTreeDrafter", {"model": DRAFT})}[request.param]
-    speculation = {
-        "method": METHOD,
-        "model": f"pagedtree.integrations.vllm.drafters.{name}",
-        "num_speculative_tokens": 15,
-    }
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -85,7 +80,8 @@ def client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         str(Path(sys.executable).with_name("vllm")), "serve", TARGET, "--served-model-name", "target",
         "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "512",
         "--max-num-seqs", "8", "--enforce-eager",
-        "--speculative-config", json.dumps(speculation), "--additional-config", json.dumps({"pagedtree": options}),
+        "--speculative-config", json.dumps(speculation(f"pagedtree.integrations.vllm.drafters.{name}")),
+        "--additional-config", json.dumps({"pagedtree": options}),
     ]  # fmt: skip
     folder = tmp_path_factory.mktemp("serve")
     log = folder / "log"

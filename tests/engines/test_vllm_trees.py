@@ -21,13 +21,13 @@ from vllm_case import (
     metrics_of,
     of_runner,
     runner_of,
+    texts_of,
     token_prompts,
     tree_options,
 )
 
 from pagedtree.integrations.vllm.attention import PagedTreeBackend
 from pagedtree.integrations.vllm.proposals import present_nodes
-from pagedtree.integrations.vllm.verification import Compactions
 
 PROMPTS = token_prompts()
 STOPS = [316, 320, 271, 10, 4, 13, 9, 81, 27]
@@ -78,20 +78,8 @@ def test_chosen_trees_give_stock_output(stock, steps, drafter):
     assert sum(sum(scheduled) for scheduled, _ in steps) > 0
 
 
-@V1_ONLY
-def test_chosen_trees_verify_repetitions(steps):
-    """A repeating text keeps its drafts at its request's batch size."""
-    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
-    with engine() as llm:
-        expected = generate(llm, PROMPTS[:1], params)
-    with engine(**tree_options("ngram", tree="auto")) as llm:
-        assert generate(llm, PROMPTS[:1], params) == expected
-        assert accepted(llm) > 50
-
-
 def test_chunked_prefill_beside_trees_cut_off_by_the_scheduler(stock, steps):
-    with engine(**tree_options("model"), max_num_batched_tokens=40, max_num_seqs=4) as llm:
-        assert generate(llm, PROMPTS) == stock
+    assert texts_of(PROMPTS, **tree_options("model"), max_num_batched_tokens=40, max_num_seqs=4) == stock
     assert any(scheduled != proposed for scheduled, proposed in steps)
 
 
@@ -118,15 +106,6 @@ def test_compiled_model(stock, drafter, tmp_path):
         assert drafter is None or accepted(llm) > len(PROMPTS)
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "model"])
-def test_many_requests_at_once(drafter):
-    prompts = token_prompts(of_runner(32, 20))
-    with engine(max_num_seqs=32) as llm:
-        expected = generate(llm, prompts)
-    with engine(**tree_options(drafter), max_num_seqs=32, block_size=16) as llm:
-        assert generate(llm, prompts) == expected
-
-
 def test_longest_sequences_and_stop_tokens(stock):
     longest = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     stops = SamplingParams(temperature=0, max_tokens=24, stop_token_ids=[stock[0][5], stock[3][7]])
@@ -137,11 +116,11 @@ def test_longest_sequences_and_stop_tokens(stock):
         assert [generate(llm, PROMPTS, longest), generate(llm, PROMPTS, stops)] == expected
 
 
-@pytest.fixture
-def depths_left(monkeypatch) -> list[int]:
-    """Records the depth left below each tree; a text's last token is never read."""
-    rooms: list[int] = []
-    set_positions = TreeRunner._set_positions
+@V1_ONLY
+@pytest.mark.parametrize("drafter", ["ngram", "model"])
+def test_no_node_is_deeper_than_its_request_may_grow(monkeypatch, drafter):
+    """Some node has the last depth, as a text's last token is never read."""
+    rooms, set_positions = [], TreeRunner._set_positions
 
     def spy(runner, step):
         set_positions(runner, step)
@@ -152,18 +131,10 @@ def depths_left(monkeypatch) -> list[int]:
             rooms.append(end - 2 - max(positions[offsets[i] : offsets[i + 1]]))
 
     monkeypatch.setattr(TreeRunner, "_set_positions", spy)
-    return rooms
-
-
-@V1_ONLY
-@pytest.mark.parametrize("drafter", ["ngram", "model"])
-def test_no_node_is_deeper_than_its_request_may_grow(depths_left, drafter):
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (5, 200, 24, 9, 2, 60)]
-    with engine(max_model_len=96) as llm:
-        expected = generate(llm, PROMPTS, params)
-    with engine(**tree_options(drafter), max_model_len=96, block_size=16) as llm:
-        assert generate(llm, PROMPTS, params) == expected
-    assert min(depths_left) == 0
+    expected = texts_of(PROMPTS, params, max_model_len=96)
+    assert texts_of(PROMPTS, params, **tree_options(drafter), max_model_len=96, block_size=16) == expected
+    assert min(rooms) == 0
 
 
 def test_a_draft_model_with_fewer_positions(stock, tmp_path):
@@ -200,15 +171,6 @@ def test_requests_without_a_seed_differ_and_outcomes_are_many():
     with engine(**tree_options("ngram")) as llm:
         (output,) = llm.generate([{"prompt_token_ids": PROMPTS[1]}], params, use_tqdm=False)
     assert len({tuple(outcome.token_ids) for outcome in output.outputs}) == 4
-
-
-@pytest.mark.parametrize("left_out", ["_set_positions", "_set_masks", "__call__"])
-def test_output_is_wrong_without_each_part(stock, monkeypatch, left_out):
-    """Output is wrong without depth positions, masks or compaction."""
-    monkeypatch.setattr(Compactions if left_out == "__call__" else TreeRunner, left_out, lambda *args: None)
-    with engine(**tree_options("model"), block_size=16) as llm:
-        got = generate(llm, PROMPTS)
-    assert sum(a != b for a, b in zip(got, stock, strict=True)) >= len(PROMPTS) // 2
 
 
 def test_absent_nodes_are_left_out():

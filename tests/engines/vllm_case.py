@@ -24,7 +24,6 @@ os.environ.update(
 pytest.importorskip("vllm")
 
 import torch
-from safetensors.torch import save_file
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.exceptions import VLLMValidationError  # noqa: F401 - tests import vLLM through this file
@@ -110,6 +109,14 @@ def generate(
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+def texts_of(
+    prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams] | None = None, **options: Any
+) -> list[list[int]]:
+    """Runs an engine for them alone."""
+    with engine(**options) as llm:
+        return generate(llm, prompts, params)
+
+
 def prompt_logprobs(**options: Any) -> torch.Tensor:
     prompts = token_prompts()
     with engine(**options) as llm:
@@ -137,6 +144,10 @@ def expect_preemptions(llm: LLM) -> None:
     assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 13  # one is vLLM's null block
 
 
+def speculation(drafter: str, num_nodes: int = 16) -> dict[str, Any]:
+    return {"method": METHOD, "model": drafter, "num_speculative_tokens": num_nodes - 1}
+
+
 def oracle_options(
     prompts: Sequence[list[int]], outputs: Sequence[list[int]], drafter: str = "OracleDrafter", **options: Any
 ) -> dict[str, Any]:
@@ -144,11 +155,7 @@ def oracle_options(
     texts = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
     return {
         **NO_TREES,
-        "speculative_config": {
-            "method": METHOD,
-            "model": f"oracle_drafter.{drafter}",
-            "num_speculative_tokens": 15,
-        },
+        "speculative_config": speculation(f"oracle_drafter.{drafter}"),
         "additional_config": {"pagedtree": {"tree": "whole", "texts": texts, **options}},
     }
 
@@ -164,31 +171,6 @@ def saved(model: Any, folder: Path, scale: float) -> str:
         model.model.embed_tokens.weight *= scale
     model.save_pretrained(folder)
     copy_tokenizer(folder)
-    return str(folder)
-
-
-def write_eagle_head(folder: Path) -> str:
-    """Writes a random EAGLE-1 head, whose nonsense output must not show."""
-    config = json.loads((Path(TARGET) / "config.json").read_text())
-    config.update(architectures=["EagleLlamaForCausalLM"], num_hidden_layers=1)
-    (folder / "config.json").write_text(json.dumps(config))
-    copy_tokenizer(folder)
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    kv = config["num_key_value_heads"] * config["head_dim"]
-    shapes = {
-        "fc.weight": (hidden, 2 * hidden),
-        "layers.0.self_attn.q_proj.weight": (hidden, hidden),
-        "layers.0.self_attn.k_proj.weight": (kv, hidden),
-        "layers.0.self_attn.v_proj.weight": (kv, hidden),
-        "layers.0.self_attn.o_proj.weight": (hidden, hidden),
-        "layers.0.mlp.gate_proj.weight": (inner, hidden),
-        "layers.0.mlp.up_proj.weight": (inner, hidden),
-        "layers.0.mlp.down_proj.weight": (hidden, inner),
-    }
-    generator = torch.Generator().manual_seed(3)
-    weights = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
-    weights["layers.0.post_attention_layernorm.weight"] = torch.ones(hidden)
-    save_file(weights, folder / "model.safetensors")
     return str(folder)
 
 
@@ -215,14 +197,8 @@ def tree_options(drafter: str | None = "ngram", /, num_nodes: int = 16, **option
     defaults = {"ngram": {}, "model": {"model": DRAFT}, "medusa": {"heads": MEDUSA}, "eagle": {"head": EAGLE}}
     defaults |= {"folder": {"drafter": BLOCK}, "suffix": {}}
     settings = {"tree": "whole", **defaults[drafter], **options}
-    return {
-        "speculative_config": {
-            "method": METHOD,
-            "model": f"pagedtree.integrations.vllm.{module}.{names[drafter]}TreeDrafter",
-            "num_speculative_tokens": num_nodes - 1,
-        },
-        "additional_config": {"pagedtree": settings},
-    }
+    drafting = speculation(f"pagedtree.integrations.vllm.{module}.{names[drafter]}TreeDrafter", num_nodes)
+    return {"speculative_config": drafting, "additional_config": {"pagedtree": settings}}
 
 
 def accepted(llm: LLM) -> float:

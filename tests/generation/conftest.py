@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
+
+collect_ignore_glob = [] if find_spec("transformers") else ["test_*"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def always_one_thread(one_thread: None) -> None:
+    """Serves all tests of this folder."""
 
 
 @pytest.fixture(scope="module")

@@ -8,26 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from safetensors.torch import save_file
 from support.drafters import Oracle
 from support.heads import DFLASH, block_model, dense_block_logits
-from support.models import NEW_TOKENS, greedy, lists, prompts_of
+from support.models import LENGTHS, NEW_TOKENS, generated
 
 from pagedtree.generation.drafters import BlockDraftConfig, BlockDrafter, BlockDraftModel, NoDrafter, waiting_features
 from pagedtree.generation.drafters.checkpoint_config import CAUSAL
-from pagedtree.integrations.transformers import generate
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-LENGTHS = (5, 21, 1, 34)
-
-
-@pytest.fixture(scope="module")
-def texts(model):
-    return [greedy(model, prompt) for prompt in prompts_of(LENGTHS)]
+SUBJECT = "full"
 
 
 class Recorder(BlockDrafter):
@@ -59,29 +48,30 @@ class Recorder(BlockDrafter):
 
 def decode(model, drafter, texts, **options):
     """Checks the texts and returns the statistics."""
-    sequences, stats = generate(
-        model, prompts_of(LENGTHS), drafter=drafter, **{"max_new_tokens": NEW_TOKENS, "tree": None, **options}
-    )
-    length = options.get("max_new_tokens", NEW_TOKENS)
-    expected = [text[: count + length] for text, count in zip(texts, LENGTHS, strict=True)]
-    assert lists(sequences) == [text for text in expected for _ in range(options.get("n", 1))]
+    found, stats = generated(model, drafter, **{"tree": None, **options})
+    ends = [length + options.get("count", NEW_TOKENS) for length in LENGTHS]
+    expected = [text[:end] for text, end in zip(texts, ends, strict=True)]
+    assert found == [text for text in expected for _ in range(options.get("n", 1))]
     if "n" not in options or "num_pages" in options:
         assert (stats.evictions > 0) == ("num_pages" in options)
     return stats
 
 
+WINDOWS = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 9}
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("options", "changes"),
     [
-        {},
-        {"page_size": 7, "num_pages": 14},
-        {"n": 3, "page_size": 4, "num_pages": 30},
-        {"max_batch_tokens": 6, "page_size": 3},
-        {"tree": "auto"},  # the target verifies parts of proposals
+        ({"page_size": 7, "num_pages": 14}, {}),
+        ({"n": 3, "page_size": 4, "num_pages": 30}, {"is_causal": True}),
+        ({"max_batch_tokens": 6, "page_size": 3}, WINDOWS),
+        ({"count": 6}, {"block_size": 40, "rope_theta": 1e6, "num_key_value_heads": 1}),
+        ({"tree": "auto"}, {}),  # the target verifies parts of proposals
     ],
 )
-def test_a_paged_pass_is_the_dense_one(model, texts, options):
-    recorder = Recorder(block_model(model), Oracle(texts, hit=0.8))
+def test_a_paged_pass_is_the_dense_one(model, texts, options, changes):
+    recorder = Recorder(block_model(model, replace(DFLASH, **changes)), Oracle(texts, hit=0.8))
     stats = decode(model, recorder, texts, **options)
     if "tree" not in options:
         assert stats.mean_accepted > 1
@@ -90,22 +80,8 @@ def test_a_paged_pass_is_the_dense_one(model, texts, options):
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"is_causal": True},
-        {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 9},
-        {"block_size": 40, "rope_theta": 1e6, "num_key_value_heads": 1},
-    ],
+    ("options", "limit"), [({"n": 2, "page_size": 4, "num_pages": 24}, 1 << 28), ({"max_batch_tokens": 6}, 3000)]
 )
-def test_other_layers(model, texts, changes):
-    recorder = Recorder(block_model(model, replace(DFLASH, **changes)), Oracle(texts, hit=0.8))
-    decode(model, recorder, texts, max_new_tokens=6)
-    assert all(recorder.is_dense(model))
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("limit", [1 << 28, 3000])
-@pytest.mark.parametrize("options", [{}, {"n": 2, "page_size": 4, "num_pages": 24}, {"max_batch_tokens": 6}])
 def test_features_of_plain_steps_wait_for_the_next_proposal(model, texts, monkeypatch, options, limit):
     """The drafter proposes in every sixth step."""
     monkeypatch.setattr(waiting_features, "MAX_WAITING_BYTES", limit)
@@ -171,17 +147,3 @@ def test_the_published_layout_is_read(model, tmp_path):
     for name in CAUSAL:
         causal = {**sliding, "dflash_config": {**PUBLISHED["dflash_config"], name: True}}
         assert [BlockDraftConfig.from_dict(causal).window(i) for i in range(2)] == [2048, 0]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_nodes": 1}, "num_nodes: expected at least 2, got 1"),
-        ({"depth": 0}, "depth: expected at least 1, got 0"),
-        ({"depth": 6}, "depth: expected at most 5, the mask tokens of a block, got 6"),
-        ({"width": 0}, "width: expected at least 1, got 0"),
-    ],
-)
-def test_bad_arguments(model, options, message):
-    with pytest.raises(ValueError, match=message):
-        BlockDrafter(block_model(model), **options)

@@ -10,9 +10,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from support.grammars import STOP, Brackets
 from support.models import SAMPLING, VOCAB, greedy, holds_in_a_child, lists, tiny
 from support.toy_texts import DRAFTERS
@@ -32,8 +29,6 @@ from pagedtree import DraftTree, SamplingParams, TreeBatch, build_trees
 from pagedtree.integrations.transformers import ModelDrafter, TokenOptions, generate
 from pagedtree.integrations.transformers.turns import in_turn
 from pagedtree.integrations.transformers.whole_inputs import check_scales
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def refused(message, error=ValueError, **arguments):
@@ -64,7 +59,6 @@ REFUSED = [
         for name in ("max_new_tokens", "n", "page_size", "max_batch_tokens", "max_sequences")
     ],
     refused("max_new_tokens: expected an integer, got True", max_new_tokens=True),
-    refused("max_new_tokens: expected an integer, got 2.5", max_new_tokens=2.5),
     refused("num_pages: expected an integer, got 1.5", num_pages=1.5),
     refused("cuda_graph: expected True, False or None, got 'yes'", cuda_graph="yes"),
     refused(r"seeds: expected 1 integers, got torch.int64 \[2\]", seeds=[1, 2]),
@@ -72,15 +66,9 @@ REFUSED = [
     refused("eos_token_id: expected an integer, got 2.5", eos_token_id=[1, 2.5]),
     refused("eos_token_id: expected an integer, got 0.5", eos_token_id=torch.tensor([0.5])),
     refused("pad_token_id: expected an integer, got 0.5", pad_token_id=0.5),
-    refused("stop_strings: expected texts that are not empty, got 3", stop_strings=3),
     refused(r"stop_strings: expected texts that are not empty, got \['x', ''\]", stop_strings=["x", ""]),
     refused("tokenizer: expected the model's tokenizer with stop_strings, got NoneType", stop_strings="x"),
-    refused("params: expected SamplingParams or None, got dict", TypeError, params={}),
     refused("generation_config: expected True or False, got int; True takes", TypeError, generation_config=3),
-    refused("callback: expected a function or None, got int", TypeError, callback=3),
-    refused("shards: expected VocabShards or None, got int", TypeError, shards=3),
-    refused("streamer: expected a streamer of transformers or None, got int", TypeError, streamer=3),
-    refused("logits_processor: expected a list of transformers' processors .* int", TypeError, logits_processor=3),
     # Prompts.
     refused(r"input_ids: expected at least one token .* got \[\] as prompt 0", input_ids=[[]]),
     refused(r"input_ids: expected at least one token .* got \[1, 2.0\] as prompt 0", input_ids=[[1, 2.0]]),
@@ -94,31 +82,18 @@ REFUSED = [
     refused("input_ids: expected token ids, got text", input_ids="text"),
     refused("input_ids: expected token ids, got text;", input_ids=["text"]),
     of_tokenizer(r"input_ids: expected input_ids and attention_mask in the dict, got \['ids'\]", ids=[[1]]),
-    of_tokenizer(r"in the dict, got \['attention_mask'\]", attention_mask=[[1]]),
     of_tokenizer("expected input_ids and attention_mask in the dict", input_ids=[[1]], pixel_values=3),
     of_tokenizer("expected token_type_ids of 0", input_ids=[[1, 2]], token_type_ids=[[0, 1]]),
-    of_tokenizer("expected token_type_ids of 0,", input_ids=[1, 2], token_type_ids=[0, 1]),
     of_tokenizer("attention_mask: expected an entry for each", input_ids=[[1, 2]], attention_mask=1),
     of_tokenizer("attention_mask: expected an entry for each token", input_ids=[[1, 2]], attention_mask=[[1]]),
-    refused(
-        "attention_mask: expected none beside a BatchEncoding",
-        input_ids={"input_ids": [[1]]},
-        attention_mask=torch.ones(1, 1),
-    ),
+    refused("expected none beside a BatchEncoding", input_ids={"input_ids": [[1]]}, attention_mask=torch.ones(1, 1)),
     refused(r"attention_mask: expected zeros and ones \[B, L\]", attention_mask="x"),
     refused("attention_mask: expected none with a list", attention_mask=torch.ones(1, 3)),
-    refused(
-        r"attention_mask: expected \[1, 3\], got \[1, 2\]",
-        input_ids=torch.ones(1, 3, dtype=torch.int64),
-        attention_mask=torch.ones(1, 2),
-    ),
+    refused(r"attention_mask: expected \[1, 3\]", input_ids=torch.ones(1, 3).long(), attention_mask=torch.ones(1, 2)),
     # Sampling and options.
     refused(r"params: expected top_p of 1 prompts, got \[3\]", params=SamplingParams(top_p=torch.ones(3))),
     refused(r"params: expected top_p of 1 prompts, got \[1, 3\]", params=SamplingParams(top_p=torch.ones(1, 3))),
-    refused(
-        r"params: expected repetition_penalty of 1 prompts, got \[3\]",
-        params=SamplingParams(repetition_penalty=torch.ones(3)),
-    ),
+    refused("params: expected repetition_penalty of", params=SamplingParams(repetition_penalty=torch.ones(3))),
     refused(r"options: bias\[0\]: expected ids in 0..127", options=TokenOptions(bias={VOCAB: 1.0})),
     refused(r"options: bias\[0\]\[3\]: expected a number, got NaN", options=TokenOptions(bias={3: float("nan")})),
     refused("options: bad_words.*at least one token", options=TokenOptions(bad_words=[[]])),
@@ -137,12 +112,8 @@ REFUSED = [
     refused('logprobs_mode: expected "raw" or "processed"', logprobs=1, logprobs_mode="cooked"),
     processors("draft trees can follow .*, got NoRepeatNGramLogitsProcessor", NoRepeatNGramLogitsProcessor(2)),
     processors("got function", lambda ids, scores: scores),
-    processors(
-        r"sequence_bias: expected single tokens, .* got 1.0 for \[1, 2", SequenceBiasLogitsProcessor({(1, 2): 1.0})
-    ),
-    processors(
-        "in transformers' order.*Bias", RepetitionPenaltyLogitsProcessor(1.1), SequenceBiasLogitsProcessor({(1,): 1.0})
-    ),
+    processors(r"single tokens, .* got 1.0 for \[1, 2", SequenceBiasLogitsProcessor({(1, 2): 1.0})),
+    processors("order.*Bias", RepetitionPenaltyLogitsProcessor(1.1), SequenceBiasLogitsProcessor({(1,): 1.0})),
     processors("in transformers' order", TopKLogitsWarper(3), TemperatureLogitsWarper(0.5)),
     processors("in transformers' order.*Suppress", TopKLogitsWarper(3), SuppressTokensLogitsProcessor([1])),
     processors("as transformers makes them", *[RepetitionPenaltyLogitsProcessor(1.1)] * 2),
@@ -150,11 +121,7 @@ REFUSED = [
     processors("expected params with top_k, got None", TopKLogitsWarper(3)),
     processors("begin_index: expected the prompts' width", SuppressTokensAtBeginLogitsProcessor([1], 9)),
     processors("prompt_ignore_length: expected at most", RepetitionPenaltyLogitsProcessor(1.1, prompt_ignore_length=2)),
-    refused(
-        "params: expected no filter_order, min_p, temperature, top_k, top_p beside",
-        params=SamplingParams(top_p=0.5),
-        logits_processor=[TopKLogitsWarper(3)],
-    ),
+    refused("no .*, top_k, top_p beside", params=SamplingParams(top_p=0.5), logits_processor=[TopKLogitsWarper(3)]),
     # Rules and drafters.
     rule("expected one of auto, block, greedy, rejection, sampled, traversal, typical, got 'lucky'", "lucky"),
     rule("expected params for every rule but \"greedy\" .* got 'rejection' with None", "rejection", params=None),
@@ -182,20 +149,6 @@ def test_bad_arguments(model, change, error, message):
         arguments["drafter"] = DRAFTERS[arguments["drafter"]](model, model)
     with pytest.raises(error, match=message):
         generate(model, **arguments)
-
-
-LAWS = [
-    ({"law": "lucky"}, "law: expected one of topk, iid, swor, coupled, got 'lucky'"),
-    ({"branching": [2]}, 'branching: expected None under law "topk"'),
-    ({"law": "iid", "branching": []}, r"branching: expected levels of at least 1 child each, got \[\]"),
-    ({"law": "iid", "branching": [2, 0]}, r"branching: expected levels of at least 1 child each, got \[2, 0\]"),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), LAWS)
-def test_bad_draft_laws(model, options, message):
-    with pytest.raises(ValueError, match=message):
-        ModelDrafter(model, **options)
 
 
 WRONG_KINDS = [object(), 1.5, "x", b"x", -1, 3, 2**70, float("nan"), True, None, [], [object()], (1, 2), {}, {1: 2}]
@@ -342,18 +295,9 @@ def quantized(model, granularity, **fields):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda model: torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}),
-            r"layers that treat each token by itself, got those of torch.ao.quantization \(quantize_dynamic",
-        ),
-        (
-            lambda model: model.set_output_embeddings(torch.nn.Sequential(model.lm_head)) or model,
-            "an embedding and an output layer with a weight, got a Sequential",
-        ),
-        (
-            lambda model: setattr(model, "__class__", type("C", (type(model),), PREPARES)) or model,
-            "the pre.* got print",
-        ),
+        (lambda model: torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}), ".* got those of torch.ao"),
+        (lambda model: model.set_output_embeddings(torch.nn.Sequential(model.lm_head)) or model, ".* got a Sequential"),
+        (lambda model: setattr(model, "__class__", type("C", (type(model),), PREPARES)) or model, "the pre.* print"),
         (lambda model: having(model, **PREPARES), "the prepare.* got print"),  # as peft's soft prompts do
         (lambda model: having(model, **peft(is_prompt_learning=True)), "no virtual tokens beside the ids"),
         (lambda model: having(model, **peft(alora_invocation_tokens=[5])), ".* looks for its alora_invocation_tokens"),
@@ -414,22 +358,13 @@ PROPOSALS = [
     (lambda tokens, trees: (tokens, trees, 3), TypeError, "draft_probs as a Tensor or None, got int"),
     (lambda tokens, trees: (tokens, trees, tokens), ValueError, r"draft_probs \[M, V\], got torch.int64 \[6\]"),
     (lambda tokens, trees: (tokens, trees, torch.ones(5, VOCAB)), ValueError, "draft_probs of 6 nodes"),
-    (
-        lambda tokens, trees: (tokens, trees, torch.ones(5, VOCAB), tokens[:2]),
-        ValueError,
-        r"draft_rows as integers \[6\], got torch.int64 \[2\]",
-    ),
+    (lambda tokens, trees: (tokens, trees, torch.ones(5, VOCAB), tokens[:2]), ValueError, r"draft_rows as .*, got"),
     (lambda tokens, trees: (tokens.to("meta"), trees), ValueError, "draft_tokens on cpu, got meta"),
-    (
-        lambda tokens, trees: (tokens[:1], TreeBatch.from_trees([DraftTree.chain(0)])),
-        ValueError,
-        "2 trees and one token per node, got 1 trees",
-    ),
+    (lambda tokens, _: (tokens[:1], TreeBatch.from_trees([DraftTree.chain(0)])), ValueError, "2 trees .*, got 1 trees"),
     (rootless, ValueError, "trees of at least a root, got none for sequence 1"),
     (offsets(0, -3, 6), ValueError, r"cu_nodes that ascend from 0 to at most 6, got \[0, -3, 6\]"),
     (offsets(-1, 3, 6), ValueError, "cu_nodes that ascend"),
     (offsets(0, 3, 7), ValueError, "cu_nodes that ascend"),
-    (offsets(0, 3, -6), ValueError, "cu_nodes that ascend"),
 ]
 
 
@@ -443,6 +378,8 @@ def test_bad_drafters(model, change, error, message):
 def test_bad_models(model):
     with pytest.raises(ValueError, match=r"evaluation mode.*model.eval\(\)"):
         generate(tiny(0).train(), [[1]], max_new_tokens=4)
+    with pytest.raises(ValueError, match="evaluation mode"):
+        ModelDrafter(tiny(0).train())
     with pytest.raises(ValueError, match=r"expected a head_dim in 16, .* got 48"):
         generate(tiny(0, head_dim=48), [[1]], max_new_tokens=4)
     for other, message in (

@@ -11,9 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from support.models import VOCAB, generated, tiny, tiny_eagle, words
 from transformers import GenerationConfig
 
@@ -21,8 +18,6 @@ from pagedtree import SamplingParams
 from pagedtree.generation.stats import GenerationStats, SequenceStats
 from pagedtree.integrations.transformers import cli as command
 from pagedtree.tools import cli
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 TEXT = " ".join(f"w{token}" for token in PROMPT)

@@ -6,17 +6,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from support.batches import paths_of
-from support.models import VOCAB, prompts_of, room_of, tiny
+from support.heads import block_model
+from support.models import VOCAB, prompts_of, room_of, tiny_heads
 
 from pagedtree import DraftTree
-from pagedtree.generation.drafters import MedusaDrafter, MedusaHeads, NgramDrafter, medusa_tree
+from pagedtree.generation.drafters import (
+    BlockDrafter,
+    CombinedDrafter,
+    MedusaDrafter,
+    MedusaHeads,
+    NgramDrafter,
+    medusa_tree,
+)
+from pagedtree.generation.drafters.text_memory import TextMemory
 from pagedtree.integrations.transformers import ModelDrafter, generate
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 LENGTHS = (5, 21, 1, 34)
 
@@ -28,7 +32,6 @@ def prompts():
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"page_size": 7, "num_pages": 14},
         {"n": 3, "page_size": 4, "num_pages": 30},
         {"max_batch_tokens": 6, "page_size": 3},
@@ -126,8 +129,6 @@ def test_medusa_takes_the_best_tree_of_each_sequence(model):
             assert set(found) == {path for path in expected if len(path) <= most}
             shapes.add(tuple(parents[begin:end]))
     assert len(shapes) > 1
-    with pytest.raises(ValueError, match="tree: expected at least 2 nodes"):
-        MedusaDrafter(heads, 1)
 
 
 def test_medusa_tree_takes_the_likeliest_paths():
@@ -139,16 +140,40 @@ def test_medusa_tree_takes_the_likeliest_paths():
     assert medusa_tree(3, 64).max_depth == 3
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda model: NgramDrafter(1), "num_nodes: expected at least 2"),
-        (lambda model: ModelDrafter(model, num_nodes=1), "num_nodes: expected at least 2, got 1"),
-        (lambda model: ModelDrafter(model, depth=0), "depth: expected at least 1, got 0"),
-        (lambda model: ModelDrafter(model, width=0), "width: expected at least 1, got 0"),
-        (lambda model: ModelDrafter(tiny(0).train()), "evaluation mode"),
+NETWORKS = {
+    ModelDrafter: lambda model: [model],
+    BlockDrafter: lambda model: [block_model(model)],
+    MedusaDrafter: lambda model: [tiny_heads(model)],
+    CombinedDrafter: lambda model: [ModelDrafter(model)],
+}
+REFUSED = [
+    (NgramDrafter, {"num_nodes": 1}, "num_nodes: expected at least 2"),
+    (MedusaDrafter, {"tree": 1}, "tree: expected at least 2 nodes"),
+    *[
+        (kind, {name: least - 1}, f"{name}: expected at least {least}, got {least - 1}")
+        for kind in (ModelDrafter, BlockDrafter)
+        for name, least in (("num_nodes", 2), ("depth", 1), ("width", 1))
     ],
-)
-def test_bad_arguments(model, build, message):
+    (BlockDrafter, {"depth": 6}, "depth: expected at most 5, the mask tokens of a block, got 6"),
+    (ModelDrafter, {"law": "lucky"}, "law: expected one of topk, iid, swor, coupled, got 'lucky'"),
+    (ModelDrafter, {"branching": [2]}, 'branching: expected None under law "topk"'),
+    (ModelDrafter, {"law": "iid", "branching": []}, r"branching: expected levels of at least 1 child each, got \[\]"),
+    (
+        ModelDrafter,
+        {"law": "iid", "branching": [2, 0]},
+        r"branching: expected levels of .*, got \[2, 0\]",
+    ),
+    (CombinedDrafter, {"min_match": 0}, "min_match: expected 1 to the lookup's max_ngram, 8, got 0"),
+    (CombinedDrafter, {"min_match": 5, "lookup": NgramDrafter(4)}, "to the lookup's max_ngram, 4, got 5"),
+    (CombinedDrafter, {"costs": (0.1, -1.0)}, r"costs: expected None or two numbers from 0 on, got \(0.1, -1.0\)"),
+    (TextMemory, {"max_tokens": 0}, "max_tokens: expected 1 to 1073741824, got 0"),
+    (TextMemory, {"max_tokens": 9, "context": 0}, "context: expected 1 to 64, got 0"),
+    (TextMemory, {"max_tokens": 9, "max_ngram": 3}, "max_ngram: expected 4 to 64, got 3"),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "message"), REFUSED)
+def test_bad_arguments(model, kind, options, message):
+    networks = NETWORKS[kind](model) if kind in NETWORKS else []
     with pytest.raises(ValueError, match=message):
-        build(model)
+        kind(*networks, **options)

@@ -9,24 +9,17 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from support.drafters import Oracle
-from support.models import IS_5, LENGTHS, generated, greedy, prompts_of
-
-if not IS_5:
-    pytest.skip("transformers 4.57 writes these models otherwise", allow_module_level=True)
-
-from support.models import tiny_hybrid
+from support.models import IS_5, generated, greedy, prompts_of, tiny_hybrid
 
 from pagedtree.generation.drafters import NgramDrafter
 from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.generation.recurrent_states import RecurrentStates
-from pagedtree.integrations.transformers import ModelDrafter, tensor_parallel
+from pagedtree.integrations.transformers import ModelDrafter
 from pagedtree.testing import backends, use_backend
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+if not IS_5:
+    pytest.skip("transformers 4.57 writes these models otherwise", allow_module_level=True)
 SUBJECT = "hybrid"
 
 
@@ -65,22 +58,6 @@ def test_the_cuda_kernels(monkeypatch, name):
         for keywords in ({"n": 2, "page_size": 4}, {"cuda_graph": True}):
             texts, _ = generated(half.to(device), NgramDrafter(6), prompts, 4, **keywords)
             assert texts == [text for text in expected for _ in range(keywords.get("n", 1))]
-
-
-def on_a_rank(group, name, texts):
-    """Attention is split over the ranks; each has all states."""
-    model = tiny_hybrid(name)
-    shards = tensor_parallel(model, group=group)
-    return generated(model, Oracle(texts, 0.8), shards=shards, n=2)[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h"])
-def test_two_ranks(name, ranks):
-    target = tiny_hybrid(name)
-    texts = [greedy(target, prompt) for prompt in prompts_of(LENGTHS)]
-    outcomes = ranks.run(on_a_rank, 2, name, texts)
-    assert outcomes == [[text for text in texts for _ in range(2)]] * 2
 
 
 def test_larger_trees_are_refused(model):

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from support.drafters import SUBJECTS, Oracle
-from support.models import IS_5, LENGTHS, generated, greedy, poisoned_caches, prompts_of, tiny_latent
+from support.models import HYBRIDS, IS_5, LENGTHS, generated, greedy, prompts_of, tiny_hybrid, tiny_latent
 
-from pagedtree.integrations.transformers import ModelDrafter, tensor_parallel
+from pagedtree.integrations.transformers import ModelDrafter, PagedCache, tensor_parallel
 from pagedtree.integrations.transformers import latent as latent_module
 from pagedtree.integrations.transformers.latent import latent_layers
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(not IS_5, reason="transformers 4.57 caches the keys and values of all heads"),
-]
+pytestmark = pytest.mark.skipif(not IS_5, reason="transformers 4.57 caches the keys and values of all heads")
 SUBJECT = "latent"
 
 
@@ -26,7 +20,18 @@ def test_latents_are_all_that_is_cached(model, texts, monkeypatch):
     drafter = SUBJECTS["latent"].drafter("oracle")  # decodes by transformers, which expands keys
     expanded = []
     handles = [layer.kv_b_proj.register_forward_hook(lambda *_: expanded.append(1)) for layer in latent_layers(model)]
-    shapes = poisoned_caches(monkeypatch)
+    layer, shapes = PagedCache.layer, set()
+
+    def poisoned(cache, index, k, v):
+        is_new = index not in cache._layers
+        pair = layer(cache, index, k, v)
+        shapes.add((tuple(pair[0].shape[2:]), pair[1] is not None))
+        for tensor in pair if is_new else ():
+            if tensor is not None:
+                tensor.fill_(float("nan"))
+        return pair
+
+    monkeypatch.setattr(PagedCache, "layer", poisoned)
     found, _ = generated(model, drafter, n=2)
     for handle in handles:
         handle.remove()
@@ -43,21 +48,22 @@ def test_heads_of_other_latents_are_cached():
 
 
 def on_a_rank(group, name, texts):
-    model = tiny_latent(name)
+    """Attention is split over the ranks; each has all recurrent states."""
+    model = tiny_hybrid(name) if name in HYBRIDS else tiny_latent(name)
     shards = tensor_parallel(model, group=group)
-    weight = latent_module._weight(latent_layers(model)[0])
-    return generated(model, Oracle(texts, 0.8), shards=shards)[0], weight.shape[0]
+    rows = [latent_module._weight(layer).shape[0] for layer in latent_layers(model)]
+    return generated(model, Oracle(texts, 0.8), shards=shards, n=2)[0][::2], rows
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2", "glm4_moe_lite"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2", "glm4_moe_lite", "qwen3_next", "nemotron_h"])
 def test_two_ranks(name, ranks):
-    """transformers' plans split the heads, except DeepSeek-V3's."""
-    target = tiny_latent(name)
+    """transformers' plans split the heads of latent attention, except DeepSeek-V3's."""
+    target = tiny_hybrid(name) if name in HYBRIDS else tiny_latent(name)
     texts = [greedy(target, prompt) for prompt in prompts_of(LENGTHS)]
-    rows = latent_layers(target)[0].kv_b_proj.weight.shape[0]
-    outcomes = ranks.run(on_a_rank, 2, name, texts)
-    assert outcomes == [(texts, rows if name == "deepseek_v3" else rows // 2)] * 2
+    parts = 1 if name == "deepseek_v3" else 2
+    rows = [layer.kv_b_proj.weight.shape[0] // parts for layer in latent_layers(target)]
+    assert ranks.run(on_a_rank, 2, name, texts) == [(texts, rows)] * 2
 
 
 class Quantised(torch.nn.Linear):
@@ -75,23 +81,10 @@ def projected_by(make):
 
 
 REFUSED = [
-    (
-        lambda: tiny_latent(num_hidden_layers=1, kv_lora_rank=256),
-        "kv_lora_rank 512 and qk_rope_head_dim 64, as in transformers, got DeepseekV3Attention of"
-        " kv_lora_rank 256 and qk_rope_head_dim 64",
-    ),
-    (
-        lambda: tiny_latent("deepseek_v2", num_hidden_layers=1, qk_rope_head_dim=32),
-        "got DeepseekV2Attention of kv_lora_rank 512 and qk_rope_head_dim 32",
-    ),
-    (
-        lambda: refused(lambda layer: setattr(layer, "indexer", torch.nn.Identity())),
-        "latent attention to every token, but Glm4MoeLiteAttention chooses tokens by an indexer",
-    ),
-    (
-        projected_by(lambda own: Quantised(512, 896, bias=False)),
-        "kv_b_proj that is a torch.nn.Linear .*, not quantised, .* got Quantised of torch.float32 on cpu",
-    ),
+    (lambda: tiny_latent(num_hidden_layers=1, kv_lora_rank=256), "got DeepseekV3Attention of kv_lora_rank 256 and"),
+    (lambda: tiny_latent("deepseek_v2", num_hidden_layers=1, qk_rope_head_dim=32), "512 and qk_rope_head_dim 32"),
+    (lambda: refused(lambda layer: setattr(layer, "indexer", torch.nn.Identity())), "chooses tokens by an indexer"),
+    (projected_by(lambda own: Quantised(512, 896, bias=False)), "kv_b_proj .* got Quantised of torch.float32 on cpu"),
     (projected_by(lambda own: own.to(torch.float8_e4m3fn)), "got Linear of torch.float8_e4m3fn"),
     (projected_by(lambda own: own.to("meta")), "all layers on one device, got cpu, meta"),
     (projected_by(lambda own: torch.nn.Linear(512, 896)), "torch.nn.Linear without bias"),

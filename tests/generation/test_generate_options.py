@@ -13,9 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-pytest.importorskip("transformers")
-
 from support.drafters import Oracle
 from support.grammars import Brackets
 from support.models import LENGTHS, NEW_TOKENS, VOCAB, generated, prompts_of, tiny
@@ -34,8 +31,6 @@ from pagedtree import SamplingParams, reference
 from pagedtree.generation.drafters import NgramDrafter
 from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.integrations.transformers import ModelDrafter, TokenOptions, tensor_parallel
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 EOS = [93, 106, 53]
 PROMPTS = prompts_of(LENGTHS)

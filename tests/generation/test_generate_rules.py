@@ -6,9 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from support.exact import LIMIT
 from support.models import LENGTHS, SAMPLING, generated, prompts_of, tiny
 from support.toy_texts import CASES, CORE, DRAFTERS, PROMPT, TOY, VOCAB, distribution_of_texts, toy_excess
@@ -18,7 +15,6 @@ from pagedtree.generation.rules import Sampling
 from pagedtree.generation.tree_tuner import Plan, TreeTuner
 from pagedtree.integrations.transformers import ModelDrafter, generate
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 OUTCOMES = pytest.mark.parametrize("outcomes", [1000, pytest.param(50_000, marks=pytest.mark.stats)])
 
 

@@ -11,13 +11,10 @@ from dataclasses import MISSING
 
 import pytest
 import torch
-from torch import nn
-
-pytest.importorskip("transformers")
-
 from safetensors.torch import load_file, save_file
 from support.heads import block_model
 from support.models import tiny, tiny_eagle
+from torch import nn
 
 from pagedtree.generation.drafters import (
     BlockDraftConfig,
@@ -209,10 +206,7 @@ CONTRADICTIONS = {
         ({"num_attention_heads": 4, "num_key_value_heads": 3}, "num_key_value_heads: expected a divisor of"),
         ({"norm_before_fc": True, "fc_norm": True}, "fc_norm: expected false beside norm_before_fc"),
         ({"speculators_model_type": "peagle"}, "architectures: expected a list of PEagleSpeculator"),
-        (
-            {"speculators_model_type": "peagle", "architectures": ["PEagleDraftModel"]},
-            "mask_token_id: expected an integer from 0 .* got nothing",
-        ),
+        ({"speculators_model_type": "peagle", "architectures": ["PEagleDraftModel"]}, "mask_token_id: .* got nothing"),
         ({"rope_scaling": {"type": "default"}, "rope_parameters": {"rope_theta": 1.0}}, "rope_scaling: expected null"),
         ({"rope_scaling": LLAMA3}, "high_freq_factor: expected a number above low_freq_factor"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: factor: expected a number above 0, got nothing"),
@@ -238,12 +232,10 @@ CONTRADICTIONS = {
 
 
 def test_entries_that_contradict_each_other(case, nothing_is_made):
+    """Also entries that are needed."""
     for changes, message in CONTRADICTIONS[case.kind]:
         case.write(changes)
         case.refuses(message)
-
-
-def test_entries_that_are_needed(case, nothing_is_made):
     for key in NEEDED[case.kind]:
         case.write(changed(case.config, key, None))
         case.refuses(f"{key}: expected .*, got nothing")

@@ -6,10 +6,6 @@ import json
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
-
 from safetensors.torch import save_file
 from support.batches import paths_of
 from support.devices import default_dtype
@@ -26,8 +22,6 @@ from support.models import VOCAB, greedy, lists, prompts_of, tiny, tiny_eagle
 
 from pagedtree.generation.drafters import BlockDrafter, EagleDrafter, MedusaDrafter, MedusaHeads, ParallelEagleDrafter
 from pagedtree.integrations.transformers import generate, load_drafter
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -64,32 +58,23 @@ FOLDERS = {
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_weights_keep_their_bits_under_another_default_dtype(model, tmp_path, name):
-    FOLDERS[name][0](model, tmp_path)
-    expected = load_drafter(tmp_path, model).networks[0].state_dict()
-    with default_dtype(torch.bfloat16):
-        found = load_drafter(tmp_path, model).networks[0].state_dict()
-    assert all(found[key].dtype == value.dtype and torch.equal(found[key], value) for key, value in expected.items())
-
-
-@pytest.mark.parametrize("name", FOLDERS)
 def test_the_format_is_found(model, texts, tmp_path, name):
+    """Weights keep their bits under another default dtype."""
     make, kind = FOLDERS[name]
     make(model, tmp_path)
-    for sizes, options in (
-        ({}, {}),
-        ({"num_nodes": 6}, {"tree": None}),
-        ({"num_nodes": 4, "width": 1}, {"num_pages": 14, "page_size": 4, "tree": None}),
-    ):
-        if "width" in sizes and kind is MedusaDrafter:
-            with pytest.raises(ValueError, match="width: not with Medusa heads"):
-                load_drafter(tmp_path, model, **sizes)
-            continue
-        drafter = load_drafter(tmp_path, model, **sizes)
-        assert type(drafter) is kind and drafter.max_nodes == sizes.get("num_nodes", 16)
-        assert drafter.is_chain == ("width" in sizes)
-        sequences, _ = generate(model, prompts_of((5, 12)), drafter=drafter, max_new_tokens=20, **options)
-        assert lists(sequences) == texts
+    with default_dtype(torch.bfloat16):
+        drafter = load_drafter(tmp_path, model)
+    assert type(drafter) is kind and drafter.max_nodes == 16 and not drafter.is_chain
+    sequences, _ = generate(model, prompts_of((5, 12)), drafter=drafter, max_new_tokens=20)
+    assert lists(sequences) == texts
+    if kind is MedusaDrafter:
+        with pytest.raises(ValueError, match="width: not with Medusa heads"):
+            load_drafter(tmp_path, model, width=1)
+    other = load_drafter(tmp_path, model, num_nodes=4, **{} if kind is MedusaDrafter else {"width": 1})
+    assert other.max_nodes == 4 and other.is_chain == (kind is not MedusaDrafter)
+    found = drafter.networks[0].state_dict()
+    for key, value in other.networks[0].state_dict().items():
+        assert found[key].dtype == value.dtype and torch.equal(found[key], value)
 
 
 def test_levels_of_a_parallel_head_are_independent(model, texts):

@@ -1,20 +1,29 @@
-"""Models of several parts, wrapped or offloaded layers, mixed dtypes and devices."""
+"""Models of several parts, wrapped or offloaded layers, mixed dtypes and devices; drafters of another target."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from support.drafters import Subject
+from support.heads import DFLASH
+from support.models import TINY, VOCAB, generated, gpt2, greedy, prompts_of, tiny, tiny_eagle, tiny_heads
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-
-pytest.importorskip("transformers")
-
-from support.drafters import Subject
-from support.models import TINY, generated, gpt2, greedy, prompts_of, tiny, tiny_eagle, tiny_heads
+from torch.distributed.tensor import DTensor, Replicate
 from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedModel
 
-from pagedtree.generation.drafters import CombinedDrafter, EagleHead, MedusaDrafter, NgramDrafter
+from pagedtree import DraftTree
+from pagedtree.generation.drafters import (
+    BlockDraftConfig,
+    BlockDrafter,
+    BlockDraftModel,
+    CombinedDrafter,
+    EagleDrafter,
+    EagleHead,
+    MedusaDrafter,
+    MedusaHeads,
+    NgramDrafter,
+)
 from pagedtree.integrations.transformers import ModelDrafter
 
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -54,12 +63,11 @@ def wrapped(layer):
     return around
 
 
-@pytest.mark.parametrize("name", ["ngram tree", "draft model", "EAGLE", "medusa", "block"])
+@pytest.mark.parametrize("name", ["itself", "EAGLE", "medusa", "block"])
 def test_wrapped_embeddings(name):
     model = tiny(0)
     model.set_input_embeddings(wrapped(model.get_input_embeddings()))
-    for drafter in (Subject(lambda: model).drafter(name), ModelDrafter(model, num_nodes=4)):
-        assert generated(model, drafter, PROMPTS)[0] == texts_of(model)
+    assert generated(model, Subject(lambda: model).drafter(name), PROMPTS)[0] == texts_of(model)
 
 
 def test_a_wrapped_table_of_positions():
@@ -102,22 +110,147 @@ def test_an_output_layer_in_fp32(name, how):
     assert generated(model, drafter, PROMPTS)[0] == texts_of(model)
 
 
-def shard_and_draft(group):
+def test_shards_are_refused():
+    """The target's pass alone has the whole weight, as under FSDP2."""
     model = tiny(0)
-    heads = MedusaDrafter(tiny_heads(model), 4)
-    fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"), reshard_after_forward=True)
+    heads, mesh = MedusaDrafter(tiny_heads(model), 4), DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
+    whole = model.lm_head.weight
+    shards = nn.Parameter(DTensor.from_local(whole.data, mesh, [Replicate()], run_check=False))
+    model.register_forward_pre_hook(lambda *_: setattr(model.lm_head, "weight", whole))
+    model.register_forward_hook(lambda *_: setattr(model.lm_head, "weight", shards))
+    model.lm_head.weight = shards
     for use in (tiny_eagle, lambda model: generated(model, heads, PROMPTS)):
         with pytest.raises(ValueError, match=r"in one piece for a draft head, got shards \(DTensor"):
             use(model)
 
 
-def test_shards_are_refused(ranks):
-    """Another process: torch keeps a DTensor's group to the end of a thread, where a fork waits for it."""
-    ranks.run(shard_and_draft, 1)
+# ---- drafters of another target are refused before it runs
+
+EAGLE = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": VOCAB}
 
 
-def test_layers_on_two_devices():
-    model = tiny(0)
-    model.model.layers[1].to("meta")
-    with pytest.raises(ValueError, match="expected all layers on one device, got cpu, meta"):
-        generated(model)
+@pytest.fixture
+def model():
+    return tiny(0)
+
+
+def narrow():
+    return tiny(1, hidden_size=64, num_attention_heads=1, num_key_value_heads=1)
+
+
+# A drafter's module.
+PARTS = {"medusa": "heads", "EAGLE": "head", "block": "model"}
+
+
+def drafter_of(name, model):
+    return Subject(lambda: model).drafter(name)
+
+
+def narrow_heads(name):
+    """Makes a drafter for hidden size 64."""
+    other, sizes = narrow(), {"hidden_size": 64, "intermediate_size": 32}
+    if name == "medusa":
+        return drafter_of(name, other)
+    if name == "EAGLE":
+        entries = {**sizes, "num_attention_heads": 1, "vocab_size": VOCAB}
+        return EagleDrafter(EagleHead(entries, other.model.embed_tokens, other.lm_head, (0, 1)))
+    config = BlockDraftConfig(**{**vars(DFLASH), **sizes})
+    return BlockDrafter(BlockDraftModel(config, other.model.embed_tokens, other.lm_head))
+
+
+def refused(model, drafter, message):
+    """Checks that the target does not run."""
+
+    def read(*args):
+        raise AssertionError("the target reads a text")
+
+    handle = model.register_forward_pre_hook(read)
+    for candidate in (drafter, CombinedDrafter(drafter)):
+        with pytest.raises(ValueError, match=message):
+            generated(model, candidate)
+    handle.remove()
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_another_hidden_size(model, name):
+    message = {
+        "medusa": r"hidden size 128, weight \[3, 128, 128\] and bias \[3, 128\], got \[3, 64, 64\] and \[3, 64\]",
+        "EAGLE": "a head of the target's hidden size 128, got one that reads 128 features of 2 layers",
+        "block": "a target with 128 features of a token, got 256",
+    }[name]
+    refused(model, narrow_heads(name), message)
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("size", [100, 200])
+def test_another_vocabulary(model, name, size):
+    drafter, target = drafter_of(name, model), tiny(1, vocab_size=size)
+    if name == "block" and size < VOCAB:  # tokens that the target lacks are cut off
+        generated(target, drafter, [torch.arange(5)])
+        return
+    message = {
+        "medusa": f"expected heads of the target's {size} tokens, got 128",
+        "EAGLE": "a head of the target's 100 tokens, got 126" if size < VOCAB else r"\[at least 200, 128\]",
+        "block": r"embeddings of the target's 200 tokens and of hidden_size 128, got \[128, 128\]",
+    }[name]
+    with pytest.raises(ValueError, match=message):
+        generated(target, drafter, [torch.arange(5)])
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("place", [torch.bfloat16, torch.device("meta")])
+def test_another_dtype_or_device(model, name, place):
+    drafter = drafter_of(name, model)
+    getattr(drafter, PARTS[name]).to(place)
+    refused(model, drafter, "drafter: expected .* target's .*(float32 on cpu|device cpu), got")
+
+
+def test_a_draft_model_on_another_device(model):
+    refused(model, ModelDrafter(tiny(1).to("meta"), num_nodes=4), "its model on the target's device cpu, got meta")
+
+
+def test_layers_that_the_target_lacks(model):
+    drafter = drafter_of("EAGLE", model)
+    for drafter.feature_layers in ((2,), (-1, 0)):
+        with pytest.raises(ValueError, match=r"feature_layers: expected layers of 0\.\.1"):
+            generated(model, drafter)
+
+
+def test_weights_that_were_given_directly(model):
+    drafter = drafter_of("medusa", model)
+    for weight, bias in (((3, 64, 64), (3, 64)), ((3, 128, 64), (3, 128)), ((2, 128, 128), (3, 128))):
+        drafter.heads.weight, drafter.heads.bias = (nn.Parameter(torch.zeros(shape)) for shape in (weight, bias))
+        refused(model, drafter, "drafter: expected heads of the target's hidden size 128")
+    for name, layer in {
+        "lm_head": nn.Linear(128, 65, bias=False),
+        "embed_tokens": nn.Embedding(100, 128),
+        "fc": nn.Linear(3 * 128, 128, bias=False),
+    }.items():
+        drafter = drafter_of("EAGLE", model)
+        setattr(drafter.head, name, layer)
+        refused(model, drafter, "features of 2 layers" if name == "fc" else rf"{name}\.weight: expected")
+
+
+def test_modules_that_do_not_fit_are_refused_when_made(model):
+    with pytest.raises(ValueError, match="hidden_size: expected 128, what lm_head reads, got 64"):
+        MedusaHeads(64, 3, model.lm_head)
+    for sizes in ((0, 3), (128, 0)):
+        with pytest.raises(ValueError, match="expected at least 1, got 0"):
+            MedusaHeads(*sizes, model.lm_head)
+    with pytest.raises(ValueError, match="tree: expected at most 3 levels, one for each head, got 4"):
+        MedusaDrafter(MedusaHeads(128, 3, model.lm_head), DraftTree.chain(4))
+    with pytest.raises(ValueError, match=r"embed: expected a weight of \[.*hidden_size 128\], got \[128, 64\]"):
+        BlockDraftModel(DFLASH, narrow().model.embed_tokens, model.lm_head)
+    for ids in (torch.tensor([128]), torch.tensor([-1]), torch.tensor([1.0]), torch.tensor([[1]])):
+        with pytest.raises(ValueError, match="target_ids: expected"):
+            EagleHead(EAGLE, model.model.embed_tokens, model.lm_head, (0, 1), ids)
+    with pytest.raises(ValueError, match="intermediate_size: expected an integer from 1 to 16777216, got 10000000000"):
+        EagleHead({**EAGLE, "intermediate_size": 10**12}, model.model.embed_tokens, model.lm_head, (0, 1))
+
+
+def test_heads_of_any_kind_that_name_tokens_the_target_lacks(model):
+    """Only their logits show the width of foreign heads."""
+    weight = torch.randn(3, 2 * VOCAB, 128)
+    drafter = MedusaDrafter(lambda hidden: torch.einsum("bd,hvd->bhv", hidden, weight), 9)
+    with pytest.raises(ValueError, match="expected heads of the target's 128 tokens, got logits of 256"):
+        generated(model, drafter)

@@ -6,11 +6,9 @@ import json
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from safetensors.torch import load_file, save_file
 from support.batches import paths_of
+from support.heads import FORMS, random_head, write_layer
 from support.heads import features_of as outputs_of_layers
 from support.models import IS_5, VOCAB, greedy, lists, prompts_of, tiny
 
@@ -18,12 +16,6 @@ from pagedtree.integrations.transformers import MtpDrafter, MtpHead, generate, l
 
 if not IS_5:
     pytest.skip("transformers 4.57 writes these models otherwise", allow_module_level=True)
-
-from support.heads import FORMS, random_head, write_layer
-
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-LENGTHS = (1, 5, 12)
 
 
 @pytest.fixture(scope="module", params=FORMS)
@@ -39,35 +31,17 @@ def features_of(model, text):
         return model.get_decoder()(torch.tensor([text])).last_hidden_state[0]
 
 
-def test_the_layer_is_read(case):
-    _, model, head, folder = case
-    loaded = MtpHead.from_pretrained(folder, model)
-    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in head.state_dict().items())
-    tokens, states = torch.randint(VOCAB, (9,)), torch.randn(9, model.config.get_text_config().hidden_size)
-    with torch.no_grad():
-        expected = head(tokens, states, torch.arange(9))
-        assert torch.equal(loaded(tokens, states, torch.arange(9)), expected)
-        # The target is unchanged.
-        assert model.config._attn_implementation != "pagedtree"
-
-
-def test_greedy_matches_model_generate(case):
-    _, model, _, folder = case
-    tree, chain = (load_drafter(folder, model, num_nodes=9, depth=3, width=width) for width in (3, 1))
-    assert type(tree) is MtpDrafter and chain.is_chain and not tree.is_chain
-    prompts = prompts_of(LENGTHS)
-    sequences, _ = generate(model, prompts, drafter=tree, max_new_tokens=16, page_size=4, num_pages=24)
-    assert lists(sequences) == [greedy(model, prompt, 16) for prompt in prompts]
-
-
 def test_scores_match_the_layers_dense_pass(case):
     """A node's score equals the layer's dense pass over text and path."""
-    name, model, head, _ = case
-    drafter, records = MtpDrafter(head, num_nodes=7, depth=3, width=2), []
-    prompt = prompts_of(LENGTHS)[2]
+    name, model, head, folder = case
+    drafter, chain = (load_drafter(folder, model, num_nodes=7, depth=3, width=width) for width in (2, 1))
+    assert type(drafter) is MtpDrafter and chain.is_chain and not drafter.is_chain
+    assert model.config._attn_implementation != "pagedtree"
+    (prompt,), records = prompts_of((12,)), []
     text = greedy(model, prompt, 14)
     note = lambda result: records.append((result, drafter.confidence()))  # noqa: E731
-    generate(model, [prompt], drafter=drafter, max_new_tokens=14, on_step=note)
+    sequences, _ = generate(model, [prompt], drafter=drafter, max_new_tokens=14, on_step=note)
+    assert lists(sequences) == [text]
     features, checked = features_of(model, text), 0
     assert torch.allclose(head.fuse(outputs_of_layers(model, text, (-1,))), features, atol=1e-4)
     for result, log_probs in records[1:-3]:

@@ -8,22 +8,17 @@ from weakref import ref
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
-from torch.nn.utils import parametrize
-
-pytest.importorskip("transformers")
-
 from safetensors.torch import load_file
 from support.drafters import Subject
 from support.models import LENGTHS, NEW_TOKENS, lists, prompts_of, tiny
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
 from transformers import LlamaForCausalLM
 
 from pagedtree.integrations.transformers import generate, packed_weights
 from pagedtree.integrations.transformers.packed_weights import MIN_ELEMENTS, PackedLinear, _dtypes
 from pagedtree.integrations.transformers.turns import in_turn
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
@@ -300,16 +295,16 @@ def test_only_modules_are_packed():
         packed_weights([nn.Linear(8, 8)]).__enter__()
 
 
-NETWORKS = {"draft model": 8, "combined": 8, "EAGLE": 8, "block": 15}
+NETWORKS = {"combined": 8, "EAGLE": 8, "block": 15}
 
 
-@pytest.mark.parametrize("name", ["none", "ngram tree", "medusa", *NETWORKS])
+@pytest.mark.parametrize("name", NETWORKS)
 def test_texts_are_as_of_dense_weights(name):
     subject = Subject(partial(tiny, 0))
     model, drafter, texts = subject.model, subject.drafter(name), subject.texts
-    networks = [net for net in getattr(drafter, "networks", ()) if isinstance(net, nn.Module)]
+    networks = [net for net in drafter.networks if isinstance(net, nn.Module)]
     with packed_weights(model, *networks) as count:
-        assert count == len(linear_layers(model)) + NETWORKS.get(name, 0)
+        assert count == len(linear_layers(model)) + NETWORKS[name]
         sequences, _ = generate(model, prompts_of(LENGTHS), drafter=drafter, max_new_tokens=NEW_TOKENS)
     assert lists(sequences) == texts
 

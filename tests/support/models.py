@@ -6,7 +6,6 @@ import os
 import signal
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -26,7 +25,7 @@ from transformers import (
 
 from pagedtree import SamplingParams, sample
 from pagedtree.generation.drafters import EagleHead, MedusaHeads
-from pagedtree.integrations.transformers import PagedCache, generate
+from pagedtree.integrations.transformers import generate
 
 IS_5 = int(transformers.__version__.split(".")[0]) >= 5
 VOCAB = 128
@@ -301,23 +300,6 @@ def generated(model, drafter=None, prompts=None, count=NEW_TOKENS, **options):
     return lists(sequences), stats
 
 
-def poisoned_caches(monkeypatch):
-    """Fills new caches with NaN; returns the set of (K shape, has V)."""
-    layer, shapes = PagedCache.layer, set()
-
-    def poisoned(cache, index, k, v):
-        is_new = index not in cache._layers
-        pair = layer(cache, index, k, v)
-        shapes.add((tuple(pair[0].shape[2:]), pair[1] is not None))
-        for tensor in pair if is_new else ():
-            if tensor is not None:
-                tensor.fill_(float("nan"))
-        return pair
-
-    monkeypatch.setattr(PagedCache, "layer", poisoned)
-    return shapes
-
-
 def room_of(result):
     """Returns each sequence's greatest node depth: its last token is never read."""
     starts = result.start[: len(result.sequences)].tolist()  # without idle rows
@@ -335,24 +317,3 @@ def holds_in_a_child(check):
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def check_the_model_is_as_it_was(model):
-    """Checks the model within a call and after a failure."""
-    tokens = prompts_of((9,))[0][None]
-    with torch.no_grad():
-        expected = model(tokens).logits
-    outputs = []
-
-    def callback(sequence, new):
-        with torch.no_grad():
-            outputs.append(model(tokens).logits)
-        if len(outputs) == 2:
-            raise KeyError("stop")
-
-    with pytest.raises(KeyError, match="stop"):
-        generate(model, tokens, max_new_tokens=4, callback=callback)
-    with torch.no_grad():
-        outputs.append(model(tokens).logits)
-    for logits in outputs:
-        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)

@@ -13,7 +13,7 @@ LOGPROBS = "tests/ops/test_token_logprobs.py"
 GROWN, SAMPLED = "tests/ops/test_expand_tree.py", "tests/ops/test_sampling.py"
 CHOSEN = tuple(
     f"tests/generation/test_{name}.py"
-    for name in ("combined_drafter", "tree_tuner", "recorded_texts", "generate_drafters", "block_drafter")
+    for name in ("combined_drafter", "tree_tuner", "generate_drafters", "block_drafter")
 )
 LENGTHS = ("tests/generation/test_length_limits.py",)
 PROPOSALS = ("tests/ops/test_ngram_texts.py", "tests/ops/test_proposers.py")
