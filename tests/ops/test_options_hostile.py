@@ -209,6 +209,3 @@ def test_positions_at_the_ends(device):
         options = RequestOptions.from_lists(2, stop_ids=[[1]], min_positions=[least], device=device)
         at = {"seeds": seeds, "positions": seeds + position, "options": options}
         assert int(sample(logits, SamplingParams(temperature=0.0), **at)) == token
-
-
-# Torch ----------------------------------------------------------------------------------------------------------------
