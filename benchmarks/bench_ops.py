@@ -219,7 +219,7 @@ def measure_all(chosen: Sequence[Point], results: Results, args: argparse.Namesp
         machine["read_gb_per_s"] * 1e9,
         max(machine["matmul_gflop_per_s"].values()) * 1e9,
         args.peers,
-        min_repeats=3 if args.quick else 5,
+        min_repeats=2 if is_rehearsal(args) else 3 if args.quick else 5,
         without_compiled=args.headline or args.device == "cuda",
         cpu_time=args.cpu_time,
         is_rehearsal=is_rehearsal(args),
