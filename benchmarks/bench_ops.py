@@ -208,7 +208,7 @@ def measure_all(chosen: Sequence[Point], results: Results, args: argparse.Namesp
         machine["read_gb_per_s"] * 1e9,
         max(machine["matmul_gflop_per_s"].values()) * 1e9,
         args.peers,
-        min_repeats=3 if args.quick else 5,
+        min_repeats=2 if args.headline and args.quick else 3 if args.quick else 5,
         without_compiled=args.headline or args.device == "cuda",
     )
     row_limit = args.row_limit if args.into else None

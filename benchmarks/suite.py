@@ -299,7 +299,7 @@ def timed(
     runs = {peer.name: lambda i, run=way.run: run(i % problem.copies) for peer, way in ready.items()}
     plans = {peer: lambda i, plan=way.plan: plan() for peer, way in ready.items() if way.plan}
     options = {"budget": settings.seconds, "min_repeats": settings.min_repeats}
-    planning = {"budget": settings.seconds / 4, "min_repeats": 3}
+    planning = {"budget": settings.seconds / 4, "min_repeats": min(settings.min_repeats, 3)}
     if settings.device.type != "cuda":
         planned = {peer.name: plan for peer, plan in plans.items()}
         return interleaved(runs, **options), interleaved(planned, **planning) if plans else {}

@@ -99,7 +99,7 @@ def test_concurrent_stores_leave_a_whole_verdict() -> None:
     store_verdict(on_simt(), PASSED)
 
     def store(said: str) -> None:
-        for _ in range(20):
+        for _ in range(4):
             store_verdict(on_simt(), said)
 
     writers = [threading.Thread(target=store, args=(said,)) for said in (PASSED, FAILED)]

@@ -344,20 +344,6 @@ def test_the_library_is_of_bounded_size() -> None:
     assert LIBRARY.stat().st_size < MAX_BYTES
 
 
-def test_a_spill_would_be_found() -> None:
-    assert count(Counter({"STL.64": 2, "STG.E": 3}), "LDL|STL") == 2
-    assert count(Counter({"LDSM.16.M88.4": 4}), "LDS") == 0
-
-
-@for_hopper
-def test_a_shortfall_of_registers_would_be_found() -> None:
-    name = "attention_sm90_kernel<Sm90Instance<__nv_bfloat16, __nv_bfloat16, 128, 128, 128> >"
-    (name,) = (kernel.name for kernel in kernels() if kernel.name.startswith(name))
-    for registers, shortfall in ((0xE8, 0), (0xF0, 8 * 256)):
-        opcodes = {f"USETMAXREG.TRY_ALLOC.CTAPOOL UP0, {registers:#x}": 1, "USETMAXREG.DEALLOC.CTAPOOL 0x28": 1}
-        assert missing_registers(name, Counter(opcodes)) == shortfall
-
-
 def test_info_lists_the_kernels() -> None:
     listed = info.collect()["cuda_kernels"]
     assert set(listed) == set(ALL_ARCHITECTURES)

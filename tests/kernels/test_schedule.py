@@ -166,7 +166,7 @@ def test_row_tiles_are_shared_where_keys_are_many(
 @once_per_backend
 def test_plans_for_other_calls_give_right_results(target: Target) -> None:
     """Plans for other lengths, heads, tiles, windows, or without ranges only unbalance work."""
-    case = mixed(target, 300, 70, 500, 1100)
+    case = mixed(target, 150, 70, 260, 560)
     plan = plan_of(case, 8)
     call = dict(case, max_seqlen_q=8)
     dense = torch.zeros_like(plan).view(3, 1025, -1)  # 200 splits of one sequence
@@ -176,21 +176,19 @@ def test_plans_for_other_calls_give_right_results(target: Target) -> None:
     lens, cu = case["seq_lens"], case["cu_seqlens_q"]
     one_more = (torch.arange(len(lens)) == 2).int().to(lens.device)
     planned_for = [
-        *(dict(seq_lens=other.int()) for other in (lens.flip(0), lens + 64, lens - 1, lens + one_more, lens * 0)),
-        *(dict(cu_seqlens_q=other.int()) for other in (cu[-1] - cu.flip(0), cu - cu[1], cu * 0, cu // 2)),
-        dict(q=case["q"][:, :2]),
+        *(dict(seq_lens=other.int()) for other in (lens.flip(0), lens + one_more, lens * 0)),
+        *(dict(cu_seqlens_q=other.int()) for other in (cu[-1] - cu.flip(0), cu // 2)),
         dict(k_cache=case["k_cache"][:, :, :1], q=case["q"][:, :2]),
     ]
     plans = [plan_of({**case, "tree_lens": None, **other}, 8) for other in planned_for]
     plans += [plan, dense.view(-1), plan_of(case, 71)]
-    for value in (0, -1, 2**31 - 1):
+    for value in (0, 2**31 - 1):
         plans.append(torch.zeros_like(plan))
         plans[-1].view(3 * 1025, -1)[:, :14] = value  # later words are 0 between calls
     for other in plans:
         check(dict(call, plan=other))
-    for window in (1, 100, 700):
-        check(dict(call, plan=plan, window=window))  # planned without a window
-        check(dict(call, plan=plan_of(case, 8, window), window=window))
+    check(dict(call, plan=plan, window=100))  # planned without a window
+    check(dict(call, plan=plan_of(case, 8, 300), window=300))
 
 
 @once_per_backend
@@ -208,7 +206,7 @@ def test_hostile_plans_come_to_an_end(target: Target) -> None:
     garbage = torch.randint(-(2**31), 2**31, plan.shape, generator=generator, device="cpu").int().to(plan.device)
     plans = [shuffled, shifted, garbage]
     words = 3 if target.backend == "cpu" else 16  # number of words read
-    for word, value in product(range(words), (-(2**31), -1, 1, 5, 2**31 - 1)):
+    for word, value in product(range(words), (-1, 2**31 - 1)):
         plans.append(plan.clone())
         plans[-1].view(3 * 1025, -1)[:, word] = value
     for hostile in plans:
@@ -224,12 +222,11 @@ def check_sharing(target: Target, case: dict, plan: torch.Tensor) -> None:
     alone.view(3, 1025, -1)[:, 0, 1] = 1
     expected = tree_attention(**case, plan=alone, return_lse=True)
     check(dict(case, plan=plan))
-    for sharers in (2, 8):
-        shared = plan.clone()
-        shared.view(3, 1025, -1)[:, 0, 1] = sharers
-        result = tree_attention(**case, plan=shared, return_lse=True)
-        torch.testing.assert_close(result[0], expected[0], **target.tolerance)
-        torch.testing.assert_close(result[1], expected[1], atol=1e-5, rtol=1e-5)
+    shared = plan.clone()
+    shared.view(3, 1025, -1)[:, 0, 1] = 8
+    result = tree_attention(**case, plan=shared, return_lse=True)
+    torch.testing.assert_close(result[0], expected[0], **target.tolerance)
+    torch.testing.assert_close(result[1], expected[1], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -240,7 +237,7 @@ def test_shared_row_tiles(target: Target, monkeypatch: pytest.MonkeyPatch, causa
     monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "7:227:8")
     nodes = 140
     kinds = ["causal"] * 2 if causal else [random_tree(np.random.default_rng(2), nodes) for _ in range(2)]
-    case = target.case([700, 900], kinds, heads=(4, 2), head_dim=64, causal_queries=nodes).build()
+    case = target.case([600, 800], kinds, heads=(4, 2), head_dim=64, causal_queries=nodes).build()
     case["max_seqlen_q"] = nodes
     plan = plan_of(case, nodes)
     if target.backend == "simt":  # causal queries see too unequal ranges
@@ -254,7 +251,7 @@ def test_shared_wide_row_tiles(target: Target) -> None:
     if target.backend == "cpu":
         pytest.skip("on the CPU nobody shares")
     tree = random_tree(np.random.default_rng(3), 9)
-    case = target.case([600], [tree], heads=(16, 1), head_dim=576, head_dim_v=512, latent=True).build()
+    case = target.case([300], [tree], heads=(16, 1), head_dim=576, head_dim_v=512, latent=True).build()
     case["max_seqlen_q"] = 9
     check_sharing(target, case, plan_of(case, 9))
 
@@ -266,7 +263,7 @@ MANY_PIECES = {
     "81": ([5100], [DraftTree.chain(20)], 1, 1, 21, {"head_dim": 64}),
     "fp8": ([700, 70], [DraftTree.chain(20), "causal"], 2, 1, 21, {"cache_dtype": torch.float8_e4m3fn}),
     "shared": ([700, 300], [DraftTree.chain(60), "causal"], 1, 2, 21, {}),
-    "latent": ([800], [DraftTree.chain(3)], 2, 1, 4,
+    "latent": ([500], [DraftTree.chain(3)], 2, 1, 4,
                {"heads": (16, 1), "head_dim": 576, "head_dim_v": 512, "latent": True}),
 }  # fmt: skip
 
@@ -283,18 +280,17 @@ def test_many_pieces(target: Target, monkeypatch: pytest.MonkeyPatch, name: str)
     tiles = [-(-int(s) // KV_TILE) for s in case["seq_lens"]]
     cuts = [(b, row, tiles[b] if row < cut else 1) for b in range(len(tiles)) for row in range(2)]
     starts = [(b, row, kv) for b, row, count in cuts for kv in range(count)]
-    without_third, every = [s for s in starts if s[2] != 3], ("forward", "reverse", "random:3")
-    for keep, orders in ((starts, every), (starts[::2], ("reverse",)), (without_third, ("forward",))):
+    without_third = [s for s in starts if s[2] != 3]
+    for keep, order in ((starts, "random:3"), (starts[::2], "reverse"), (without_third, "forward")):
         plan = torch.zeros_like(plan_of(case)).view(3, 1025, -1)
         plan[ALL, 0, :2] = torch.tensor([len(keep), sharers])
         plan[ALL, 1 : 1 + len(keep), :3] = torch.tensor(keep)
         before = plan.clone()
         result = tree_attention(**case, plan=plan.view(-1), return_lse=True)
-        for order in orders:
-            monkeypatch.setenv("PAGEDTREE_SIMT_ORDER", order)
-            again = tree_attention(**case, plan=plan.view(-1), return_lse=True)
-            assert all(torch.equal(a, b) for a, b in zip(result, again, strict=True))
-            assert torch.equal(plan, before)
+        monkeypatch.setenv("PAGEDTREE_SIMT_ORDER", order)
+        again = tree_attention(**case, plan=plan.view(-1), return_lse=True)
+        assert all(torch.equal(a, b) for a, b in zip(result, again, strict=True))
+        assert torch.equal(plan, before)
         torch.testing.assert_close(result[0], expected[0], **target.tolerance)
         torch.testing.assert_close(result[1], expected[1], atol=1e-5, rtol=1e-5)
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import exact
 from support.batches import tied_case
 from support.ranks import Ranks, shards_of
 
@@ -21,22 +20,6 @@ PARAMS = {
     "plain": SamplingParams(temperature=0.8),
     "both": SamplingParams(temperature=0.9, top_k=12, top_p=0.7, min_p=0.01),
 }
-
-
-def three_tokens(group: object, rule: str, law: str) -> tuple[float, list[list[int]]]:
-    """Returns the first three tokens' distance from the target, and some of them."""
-    shards = shards_of(group, [0.34, 0.34], exact.VOCAB)
-    tokens, _ = exact.first_tokens(rule, law, [3, 1], "flat", 20_000, torch.device("cpu"), shards=shards)
-    return exact.off_the_target(tokens, "flat"), tokens[:100].tolist()
-
-
-@pytest.mark.parametrize(
-    ("rule", "law"), [("rejection", "iid"), ("rejection", "swor"), ("rejection", "topk"), ("sampled", "coupled")]
-)
-def test_tokens_follow_the_target(ranks, rule, law):
-    first, *others = ranks.run(three_tokens, 3, rule, law)
-    assert all(other == first for other in others)
-    assert first[0] < exact.LIMIT
 
 
 # ---- traffic

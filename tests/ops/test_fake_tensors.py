@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from pagedtree import DraftTree, SamplingParams, medusa_propose, sample, verify_rejection
 
@@ -43,10 +42,3 @@ def test_fake_and_real_calls_do_not_meet(backend, device, call: Callable[[Tensor
     real = call(heads)
     assert fake.shape == real.shape and fake.dtype == real.dtype and fake.stride() == real.stride()
     assert expected is None or torch.equal(real, expected)
-
-
-@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
-def test_traced_calls(backend, device, mode: str) -> None:
-    heads = HEADS.to(device)
-    traced = make_fx(draw, tracing_mode=mode)(heads)
-    assert torch.equal(traced(heads), draw(heads))

@@ -41,19 +41,12 @@ def test_append_rounds_to_fp8_as_torch(row_isa, device, dtype) -> None:
 
 
 def test_append_nothing(backend, device) -> None:
-    cache = torch.ones((2, 3, 2, 4), device=device)
-    rows = torch.zeros((0, 2, 4), device=device)
-    append_kv(rows, rows, cache, cache.clone(), torch.zeros(0, dtype=torch.int64, device=device))
-    assert torch.equal(cache, torch.ones_like(cache))
-    empty_pool = torch.ones((0, 3, 2, 4), device=device)
-    row = torch.zeros((1, 2, 4), device=device)
-    append_kv(row[..., :0], row[..., :0], cache[..., :0], cache[..., :0], torch.tensor([0], device=device))
-    append_kv(row, row, empty_pool, empty_pool.clone(), torch.tensor([0], device=device))
-    no_positions = torch.ones((2, 0, 2, 4), device=device)
-    append_kv(row, row, no_positions, no_positions.clone(), torch.tensor([0], device=device))
-    append_kv(rows, None, cache, None, torch.zeros(0, dtype=torch.int64, device=device))
-    append_kv(row, None, cache, None, torch.tensor([-1], device=device))
-    append_kv(row[..., :0], None, cache[..., :0], None, torch.tensor([0], device=device))
-    for pool in (empty_pool, no_positions):
-        append_kv(row, None, pool, None, torch.tensor([0], device=device))
-    assert torch.equal(cache, torch.ones_like(cache))
+    """No row, no column, no page, no position, no slot; of K and V, or of a latent cache."""
+    for tokens, dim, pages, page_size, slot in (
+        (0, 4, 2, 3, 0), (1, 0, 2, 3, 0), (1, 4, 0, 3, 0), (1, 4, 2, 0, 0), (1, 4, 2, 3, -1),
+    ):  # fmt: skip
+        rows, slots = torch.zeros((tokens, 2, dim), device=device), torch.full((tokens,), slot, device=device)
+        cache = torch.ones((pages, page_size, 2, dim), device=device)
+        append_kv(rows, rows, cache, cache.clone(), slots)
+        append_kv(rows, None, cache, None, slots)
+        assert torch.equal(cache, torch.ones_like(cache))

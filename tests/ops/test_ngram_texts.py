@@ -57,6 +57,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(map(str, options.values())))
 @pytest.mark.parametrize("kind", TEXTS)

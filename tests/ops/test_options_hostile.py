@@ -12,23 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import int32
 from support.batches import VOCAB, OptionCase, check_bounds, good_case, hostile_options
+from support.exact import VERIFY
 from torch import Tensor
 
-from pagedtree import (
-    RequestOptions,
-    SamplingParams,
-    expand_tree,
-    sample,
-    start_draft,
-    verify_block,
-    verify_rejection,
-    verify_sampled,
-    verify_traversal,
-    verify_typical,
-)
+from pagedtree import RequestOptions, SamplingParams, expand_tree, sample, start_draft, verify_typical
 
 FAR = 2**31 - 1
-OPS = [verify_sampled, verify_rejection, verify_block, verify_traversal]
+OPS = [*VERIFY.values()]
 each_op = pytest.mark.parametrize("op", [*OPS, sample], ids=lambda op: op.__name__)
 
 
@@ -38,7 +28,7 @@ def run(op: Callable, case: OptionCase, options: RequestOptions | None = None, *
         rows = len(case.seeds)
         keywords |= {"params": case.params, "grammar_mask": case.grammar_mask[:rows]}
         return (sample(case.logits[:rows], **keywords | change),)
-    if op is not verify_sampled:
+    if op is not VERIFY["sampled"]:
         keywords |= {"draft_law": "iid", "draft_probs": case.probs}
     return op(case.logits, case.drafts, case.trees, **{"params": case.params} | keywords | change)
 
@@ -209,6 +199,3 @@ def test_positions_at_the_ends(device):
         options = RequestOptions.from_lists(2, stop_ids=[[1]], min_positions=[least], device=device)
         at = {"seeds": seeds, "positions": seeds + position, "options": options}
         assert int(sample(logits, SamplingParams(temperature=0.0), **at)) == token
-
-
-# Torch ----------------------------------------------------------------------------------------------------------------

@@ -65,8 +65,9 @@ def test_not_worse_than_transformers(strength: float) -> None:
     for dtype in {case.PLAIN, torch.bfloat16}:
         of = decayed([70], strength, dims=(32, 32), heads=(2, 2), dtype=dtype, slots=[0])
         rows, options = of.as_batch()
-        theirs, _ = module.chunk_kimi_delta_attention(*rows, **options)
+        theirs, state = module.chunk_kimi_delta_attention(*rows, **options)
         expected = of.run(loops.tree_delta_rule)
+        assert error(of.advance()[:1], state.double()) <= 1e-4
         assert error(of.run(), expected) <= 1.05 * error(theirs[0], expected) + 1e-6
 
 

@@ -64,11 +64,11 @@ def test_lengths_and_strides_of_paths_do_not_matter(
     assert torch.equal(without_words(of).advance(advance_state, *paths_to(trees, leaves, 38)), found)
 
 
-@pytest.mark.parametrize("with_beta", [True, False])
+@pytest.mark.parametrize(("with_beta", "channels"), [(True, False), (False, False), (True, True)])
 @pytest.mark.parametrize("what", ["v", "k", "q"])
-def test_infinities_stay_on_their_paths(what: str, with_beta: bool) -> None:
+def test_infinities_stay_on_their_paths(what: str, with_beta: bool, channels: bool) -> None:
     """Infinities of much earlier tokens, summed by blocks, stay too."""
-    of = layer(trees_of([64, 20], 4, reach=12), with_beta=with_beta)
+    of = layer(trees_of([64, 20], 4, reach=12), with_beta=with_beta, channels=channels)
     out = of.run()
     getattr(of, what)[3, :, 5] = math.inf
     found, below = of.run(), of.trees.mask[:, 0] & (1 << 3) != 0  # type: ignore[union-attr]

@@ -75,10 +75,11 @@ def at_address(row: Tensor, offset: int) -> Tensor:
 
 
 @on_gpu_code
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", rows_of(1))
 def test_draws_are_those_of_the_cpu(device: torch.device, dtype: torch.dtype, kind: str) -> None:
-    draws = 12 if dtype == torch.bfloat16 else 3
+    draws = 6
     row = at_address(rows_of(VOCAB)[kind].to(dtype), len(kind) % 8)
     rows, streams = row.expand(draws, -1), {"seeds": random_words(draws), "positions": torch.arange(draws)}
     on_device = {name: stream.to(device) for name, stream in streams.items()}
@@ -103,8 +104,9 @@ def test_draws_on_chip_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch, kin
     """Four CTAs exchange results; rows have three dtypes."""
     monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "16:227:4")
     monkeypatch.setenv("PAGEDTREE_ENGINE", "wgmma")
-    row = rows_of(16_512)[kind].to(DTYPES[list(rows_of(1)).index(kind) % 3])
-    for sampling in SAMPLINGS:
+    at = list(rows_of(1)).index(kind)
+    row = rows_of(16_512)[kind].to(DTYPES[at % 3])
+    for sampling in SAMPLINGS[at % 2 :: 2]:
         assert sample_by("simt", row.expand(2, -1), sampling) == sample_by("cpu", row.expand(2, -1), sampling), sampling
 
 
@@ -137,21 +139,6 @@ def test_rows_of_long_lists_run_in_the_second_kernel(monkeypatch, sampling, left
         tokens = sample_by("simt", rows, sampling)
     assert re.findall(r"(sample\w*?)_kernel", " ".join(launched)) == ["sample_sm90", "sample"]
     assert sum(token < 0 for token in tokens) == left
-
-
-@on_gpu_code
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["ties", "equal", "with zeros"])
-def test_the_parts_of_a_row_add_up(device: torch.device, dtype: torch.dtype, kind: str) -> None:
-    """A cluster of CTAs reads one row."""
-    row = rows_of(20011)[kind].to(dtype).expand(1, -1)
-    seeds, positions = random_words(1), torch.arange(1)
-    for sampling in SAMPLINGS[:7]:
-        params = SamplingParams(**sampling)
-        with use_backend("cpu"):
-            expected = sample(row, params, seeds=seeds, positions=positions)
-        found = sample(placed(row, device), params, seeds=seeds.to(device), positions=positions.to(device))
-        assert found.tolist() == expected.tolist(), sampling
 
 
 @on_gpu_code

@@ -38,8 +38,8 @@ def test_thresholds_among_close_logits(device: torch.device, dtype: torch.dtype)
 def test_a_threshold_among_more_logits_than_are_sorted(device: torch.device) -> None:
     """Beyond the sorting limit a second pass finds logits with the threshold's leading digits, some too small."""
     generator = torch.Generator().manual_seed(3)
-    rows = torch.randn(8, 131072, generator=generator).to(device) * 0.15 + 5
-    k = torch.arange(270, 430, 20, dtype=torch.int32, device=device)
+    rows = torch.randn(3, 131072, generator=generator).to(device) * 0.15 + 5
+    k = torch.arange(270, 430, 60, dtype=torch.int32, device=device)
     mask = token_logprobs(rows, rows.argmax(1), params=SamplingParams(top_k=k), top_n=512)[3] > -torch.inf
     kth = rows.sort(descending=True).values.gather(1, k[:, None].long() - 1)
     assert mask.sum(1).tolist() == (rows >= kth).sum(1).tolist()

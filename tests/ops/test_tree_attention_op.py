@@ -49,40 +49,29 @@ BAD_VALUES = [
     ({"tree_lens": ints(100, 5), "seq_lens": ints(110, 5), "page_table": torch.ones(2, 9, dtype=torch.int32)}, "mask"),
     ({"page_table": ints(*([99999, -1] * 5)).view(2, 5)}, "page_table"),
     ({"page_table": ints(*([2**31 - 1, -(2**31)] * 5)).view(2, 5)}, "page_table"),
+    *(
+        ({"cu_seqlens_q": ints(*offsets)}, "cu_seqlens_q")
+        for offsets in ((0, 9, 4), (3, 5, 9), (0, 100, 200), (-5, 3, 2**31 - 1), (9, 4, 0))
+    ),
 ]
 
 
 @pytest.mark.parametrize(("changes", "blamed"), BAD_VALUES)
 @caches
 def test_bad_values(
-    target: Target, changes: dict, blamed: str | None, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    target: Target, changes: dict, blamed: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unchecked calls follow the contract; checked ones name arguments."""
+    """Accesses stay in bounds, by the contract; checked calls name arguments."""
     case = small(target, options) | {name: placed(value) for name, value in changes.items()}
     out, lse = tree_attention(**case, return_lse=True)
-    with torch.device("cpu"):
-        expected, expected_lse = reference.tree_attention(**on_host(case))
-    unit = {torch.float32: 1e-5, torch.float16: 4e-3}[case["q"].dtype]
-    torch.testing.assert_close(out.cpu().double(), expected, atol=unit, rtol=unit)
-    torch.testing.assert_close(lse.cpu().double(), expected_lse, atol=1e-5, rtol=1e-5)
+    if "cu_seqlens_q" not in changes:
+        with torch.device("cpu"):
+            expected, expected_lse = reference.tree_attention(**on_host(case))
+        unit = {torch.float32: 1e-5, torch.float16: 4e-3}[case["q"].dtype]
+        torch.testing.assert_close(out.cpu().double(), expected, atol=unit, rtol=unit)
+        torch.testing.assert_close(lse.cpu().double(), expected_lse, atol=1e-5, rtol=1e-5)
     monkeypatch.setenv("PAGEDTREE_CHECK", "1")
-    if blamed is None:
-        assert torch.equal(tree_attention(**case), out)
-    else:
-        with pytest.raises(ValueError, match=f"tree_attention: [a-z_]*{blamed}.*: expected"):
-            tree_attention(**case)
-
-
-@pytest.mark.parametrize("offsets", [(0, 9, 4), (3, 5, 9), (0, 100, 200), (-5, 3, 2**31 - 1), (9, 4, 0)])
-@caches
-def test_bad_offsets(
-    target: Target, offsets: tuple[int, ...], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Accesses stay in bounds; rows of no sequence are padding."""
-    case = dict(small(target, options), cu_seqlens_q=ints(*offsets))
-    tree_attention(**case)
-    monkeypatch.setenv("PAGEDTREE_CHECK", "1")
-    with pytest.raises(ValueError, match=r"tree_attention: cu_seqlens_q.*: expected"):
+    with pytest.raises(ValueError, match=f"tree_attention: [a-z_]*{blamed}.*: expected"):
         tree_attention(**case)
 
 
@@ -157,23 +146,12 @@ def test_prepared_calls_let_their_tensors_go(target: Target) -> None:
     assert torch._C._storage_Use_Count(storage._cdata) == 1
 
 
-@pytest.mark.parametrize(
-    ("backend", "settings", "message"),
-    [
-        ("", {"ENGINE": "hmma"}, r"PAGEDTREE_ENGINE: expected auto, mma\.sync or wgmma, got hmma"),
-        ("cpu", {"CPU_ISA": "mmx"}, "PAGEDTREE_CPU_ISA: expected one of"),
-        ("simt", {"ENGINE": "wgmma", "SIMT_DEVICE": "4:163:8"}, "ENGINE=wgmma needs .* 227 KB .* got 9.0 with 163 KB"),
-    ],
-    ids=["engine", "instruction set", "device"],
-)
-def test_settings_that_cannot_be(
-    target: Target, backend: str, settings: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if backend not in ("", target.backend):
-        pytest.skip(f"{backend} only")
-    for name, value in settings.items():
-        monkeypatch.setenv(f"PAGEDTREE_{name}", value)
-    with pytest.raises((ValueError, RuntimeError), match=message):
+def test_wgmma_on_a_device_without_it(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    if target.backend != "simt":
+        pytest.skip("simt only")
+    monkeypatch.setenv("PAGEDTREE_ENGINE", "wgmma")
+    monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "4:163:8")
+    with pytest.raises(RuntimeError, match=r"ENGINE=wgmma needs .* 227 KB .* got 9.0 with 163 KB"):
         tree_attention(**small(target))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,39 +71,29 @@ def test_from_paths_examples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("paths", "message"),
+    ("name", "given", "message"),
     [
-        ([[0, 0]], "every prefix"),
-        ([[0], [0, 1, 2]], "every prefix"),
-        ([[0], [0]], "each path once"),
-        ([[]], "at least one rank"),
-        ([[0], [-1]], "ranks >= 0"),
-        ([[2**31]], "below 2\\^31"),
-        ([[i] for i in range(1024)], "1 to 1024 nodes"),
+        ("paths", [[0, 0]], "every prefix"),
+        ("paths", [[0], [0, 1, 2]], "every prefix"),
+        ("paths", [[0], [0]], "each path once"),
+        ("paths", [[]], "at least one rank"),
+        ("paths", [[0], [-1]], "ranks >= 0"),
+        ("paths", [[2**31]], "below 2\\^31"),
+        ("paths", [[i] for i in range(1024)], "1 to 1024 nodes"),
+        ("parents", [], "1 to 1024 nodes"),
+        ("parents", [[-1, 0]], "one dimension"),
+        ("parents", [-1] + [0] * 1024, "1 to 1024 nodes"),
+        ("parents", [0], r"parents\[0\] == -1"),
+        ("parents", [-2, 0], r"parents\[0\] == -1"),
+        ("parents", [-1, -1], r"got parents\[1\] == -1"),
+        ("parents", [-1, 1], r"got parents\[1\] == 1"),
+        ("parents", [-1, 0, 3, 0], r"got parents\[2\] == 3"),
+        ("parents", [-1, 2**40], r"got parents\[1\] == 1099511627776"),
     ],
 )
-def test_from_paths_refuses(paths: list[list[int]], message: str) -> None:
+def test_paths_and_parents_are_refused(name: str, given: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        DraftTree.from_paths(paths)
-
-
-@pytest.mark.parametrize(
-    ("parents", "message"),
-    [
-        ([], "1 to 1024 nodes"),
-        ([[-1, 0]], "one dimension"),
-        ([-1] + [0] * 1024, "1 to 1024 nodes"),
-        ([0], r"parents\[0\] == -1"),
-        ([-2, 0], r"parents\[0\] == -1"),
-        ([-1, -1], r"got parents\[1\] == -1"),
-        ([-1, 1], r"got parents\[1\] == 1"),
-        ([-1, 0, 3, 0], r"got parents\[2\] == 3"),
-        ([-1, 2**40], r"got parents\[1\] == 1099511627776"),
-    ],
-)
-def test_from_parents_refuses(parents: list[int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DraftTree.from_parents(parents)
+        getattr(DraftTree, f"from_{name}")(given)
 
 
 def test_chain_and_full() -> None:
@@ -337,7 +328,4 @@ def test_active_tells_idle_sequences_from_malformed_trees(device):
     )
     assert trees.valid.tolist() == [False, False, True]
     assert trees.active.tolist() == [True, False, True] and trees.active.device == trees.cu_nodes.device
-
-
-def test_no_trees_have_no_active_ones():
     assert TreeBatch.from_trees([]).active.shape == (0,)

@@ -87,7 +87,7 @@ def mean_accepted(rule: Callable, pair: ToyPair, tree: list[int], law: str) -> F
 
 def test_joint_rules_accept_no_less():
     gained = 0
-    for seed in range(4):
+    for seed in range(2):
         pair = ToyPair(3, seed)
         token = mean_accepted(reference.rejection, pair, CHAIN, "iid")
         assert mean_accepted(reference.block, pair, CHAIN, "iid") >= token
@@ -109,7 +109,7 @@ def test_joint_rules_accept_no_less():
 def test_ops_match_exact_rules(device, rule, law, tree):
     """Injected coins test both sides of every bound."""
     exact, op = RULES[rule]
-    questions = Questions.of_pairs(ToyPair, exact, law, tree, every=5)
+    questions = Questions.of_pairs(exact, law, tree, every=9)
     dtype = {"rejection": torch.float32, "block": torch.float16, "traversal": torch.bfloat16}[rule]
     assert len(questions.expected) > 50
     questions.check(questions.answer(op, law, device, dtype))
@@ -166,10 +166,7 @@ FILTERS = [
 
 
 @pytest.mark.skipif(simt_library() is None, reason="built without simt")
-@pytest.mark.parametrize("ctas", [1, 4])
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow), torch.bfloat16], ids=str
-)
+@pytest.mark.parametrize(("dtype", "ctas"), [(torch.float32, 1), (torch.bfloat16, 4)], ids=str)
 @pytest.mark.parametrize("name", LISTED)
 def test_lists_of_kept_tokens(monkeypatch, name, dtype, ctas):
     """Peaked rows (masked, unaligned, half with ties, drafts with logits) need no kernel over whole rows; flat rows and
@@ -177,7 +174,7 @@ def test_lists_of_kept_tokens(monkeypatch, name, dtype, ctas):
     monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", f"32:227:{ctas}")
     op, laws = LISTED[name]
     parents = [-1, 0, 1, 2] if name == "block" else [-1, 0, 0, 0, 1, 1, 5]
-    rows, vocab, generator = 3 * len(parents), 16389, torch.Generator().manual_seed(0)
+    rows, vocab, generator = 2 * len(parents), 16389, torch.Generator().manual_seed(0)
     likely = torch.rand(rows, vocab, generator=generator).topk(24).indices
     peaked = torch.randn(rows, vocab, generator=generator).scatter_(
         1, likely, 12 - torch.arange(24 * rows).view(rows, -1) % 24 / 5
@@ -185,17 +182,17 @@ def test_lists_of_kept_tokens(monkeypatch, name, dtype, ctas):
     peaked[rows // 2 :] = (peaked[rows // 2 :] * 4).round() / 4
     hostile = peaked.clone()
     hostile[1::4, ::2], hostile[2::7, 5], hostile[3::5] = math.nan, math.inf, 0.25
-    above = torch.arange(rows) // len(parents) * len(parents) + torch.tensor(parents * 3).clamp(min=0)
+    above = torch.arange(rows) // len(parents) * len(parents) + torch.tensor(parents * 2).clamp(min=0)
     drafts = likely[above, torch.randint(3, (rows,), generator=generator)]
     guesses = peaked + torch.randn(rows, vocab, generator=generator)
-    trees, library = batch_of([parents] * 3, CPU), simt_library()
+    trees, library = batch_of([parents] * 2, CPU), simt_library()
 
     def leave_out(kernel, *_):
         kernel_name = symbols_of(library)[kernel - base_of(library)]
         return int("RatioParams" in kernel_name and "kept" not in kernel_name)
 
     for law in laws:
-        words = ({} if name == "typical" else streams(3, CPU)) | ({"draft_law": law} if law else {})
+        words = ({} if name == "typical" else streams(2, CPU)) | ({"draft_law": law} if law else {})
         words["grammar_mask"] = torch.rand(rows, vocab, generator=generator) < 0.9
         for params in FILTERS:
             if law in ("iid", "swor"):

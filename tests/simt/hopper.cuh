@@ -2,36 +2,32 @@
 // mbarriers between.
 #pragma once
 
-#include "bugs.h"
 #include "cuda/tile/ptx_sm90.cuh"
+#include "scores.cuh"
 
 namespace probe {
 
 constexpr int kStages = 2, kHopperKeys = 64, kHopperPage = 16, kConsumers = 128;
 constexpr uint32_t kTileBytes = kHopperKeys * 128 * 2;
 
-template <typename T>
 struct HopperParams {
-  const T *q, *k, *v;    // [64, 128], [pages, kHopperPage, 128]; TMA uses maps
-  float* out;            // [64, 128]
-  const int32_t* pages;  // [tiles * kHopperKeys / kHopperPage]
+  const Element *q, *k, *v;  // [64, 128], [pages, kHopperPage, 128]; TMA uses maps
+  float* out;                // [64, 128]
+  const int32_t* pages;      // [tiles * kHopperKeys / kHopperPage]
   int tiles;
   Bug bug;
 };
 
 // 128 columns are two panels of 64, 128 bytes wide.
-template <typename T>
 struct HopperShared {
-  alignas(1024) T q[2][64 * 64];
-  T k[kStages][2][kHopperKeys * 64];
-  T v[kStages][2][kHopperKeys * 64];
+  alignas(1024) Element q[2][64 * 64];
+  Element k[kStages][2][kHopperKeys * 64];
+  Element v[kStages][2][kHopperKeys * 64];
   uint64_t full[kStages], empty[kStages], q_full;
 };
 
-template <typename T>
-__device__ inline void produce(HopperShared<T>& s, const pagedtree::ptx::TensorMap* q,
-                               const pagedtree::ptx::TensorMap* k, const pagedtree::ptx::TensorMap* v,
-                               const HopperParams<T>& p) {
+__device__ inline void produce(HopperShared& s, const pagedtree::ptx::TensorMap* q, const pagedtree::ptx::TensorMap* k,
+                               const pagedtree::ptx::TensorMap* v, const HopperParams& p) {
   namespace ptx = pagedtree::ptx;
   ptx::mbar_arrive_expect(&s.q_full, kTileBytes);
   for (int h = 0; h < 2; ++h) ptx::tma_load_5d(s.q[h], q, h * 64, 0, 0, 0, 0, &s.q_full);
@@ -51,8 +47,7 @@ __device__ inline void produce(HopperShared<T>& s, const pagedtree::ptx::TensorM
 }
 
 // For all lanes of the warp.
-template <typename T>
-__device__ inline void produce_by_copies(HopperShared<T>& s, const HopperParams<T>& p) {
+__device__ inline void produce_by_copies(HopperShared& s, const HopperParams& p) {
   namespace ptx = pagedtree::ptx;
   for (int t = 0; t < p.tiles; ++t) {
     const int stage = t % kStages;
@@ -69,21 +64,15 @@ __device__ inline void produce_by_copies(HopperShared<T>& s, const HopperParams<
   }
 }
 
-__device__ inline uint32_t pack_pair(float a, float b, __nv_bfloat16) {
+__device__ inline uint32_t pack_pair(float a, float b) {
   const __nv_bfloat162 both = __floats2bfloat162_rn(a, b);
   uint32_t word;
   memcpy(&word, &both, sizeof(both));
   return word;
 }
-__device__ inline uint32_t pack_pair(float a, float b, __half) {
-  const __half2 both = __floats2half2_rn(a, b);
-  uint32_t word;
-  memcpy(&word, &both, sizeof(both));
-  return word;
-}
 
-template <typename T, bool kCopies>
-__device__ inline void consume(HopperShared<T>& s, const HopperParams<T>& p) {
+template <bool kCopies>
+__device__ inline void consume(HopperShared& s, const HopperParams& p) {
   namespace ptx = pagedtree::ptx;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   float o[16][4] = {};
@@ -101,17 +90,16 @@ __device__ inline void consume(HopperShared<T>& s, const HopperParams<T>& p) {
     const int stage = t % kStages;
     float x[8][4];
     const int parity = p.bug == Bug::kNoPhaseFlip ? 0 : t / kStages & 1;
-    if (p.bug != Bug::kNoFullWait) ptx::mbar_wait(&s.full[stage], parity);
+    ptx::mbar_wait(&s.full[stage], parity);
     if (kCopies && p.bug != Bug::kNoProxyFence) ptx::fence_proxy_async();
     ptx::wgmma_fence();
 #pragma unroll
     for (int d = 0; d < 8; ++d) {
-      const uint64_t k =
-          ptx::matrix_descriptor(s.k[stage][d / 4] + d % 4 * 16, 16, p.bug == Bug::kOtherStride ? 512 : 1024);
+      const uint64_t k = ptx::matrix_descriptor(s.k[stage][d / 4] + d % 4 * 16, 16, 1024);
       if constexpr (kCopies) {
-        ptx::wgmma_rs<T, 64, false>(x, q[d], k, d > 0);
+        ptx::wgmma_rs<Element, 64, false>(x, q[d], k, d > 0);
       } else {
-        ptx::wgmma_ss<T, 64>(x, ptx::matrix_descriptor(s.q[d / 4] + d % 4 * 16, 16, 1024), k, d > 0);
+        ptx::wgmma_ss<Element, 64>(x, ptx::matrix_descriptor(s.q[d / 4] + d % 4 * 16, 16, 1024), k, d > 0);
       }
     }
     ptx::wgmma_commit();
@@ -123,14 +111,14 @@ __device__ inline void consume(HopperShared<T>& s, const HopperParams<T>& p) {
     for (int n = 0; n < 4; ++n) {
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        a[n][r] = pack_pair(x[n * 2 + r / 2][r % 2 * 2], x[n * 2 + r / 2][r % 2 * 2 + 1], T());
+        a[n][r] = pack_pair(x[n * 2 + r / 2][r % 2 * 2], x[n * 2 + r / 2][r % 2 * 2 + 1]);
       }
     }
     ptx::wgmma_fence();
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
-      ptx::wgmma_rs<T, 128, true>(o, a[n], ptx::matrix_descriptor(s.v[stage][0] + n * 16 * 64, sizeof(s.v[0][0]), 1024),
-                                  true);
+      ptx::wgmma_rs<Element, 128, true>(
+          o, a[n], ptx::matrix_descriptor(s.v[stage][0] + n * 16 * 64, sizeof(s.v[0][0]), 1024), true);
     }
     ptx::wgmma_commit();
     if (p.bug != Bug::kNoWgmmaWait) ptx::wgmma_wait<0>();
@@ -141,18 +129,17 @@ __device__ inline void consume(HopperShared<T>& s, const HopperParams<T>& p) {
   for (int n = 0; n < 16; ++n) {
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-      const int half = p.bug == Bug::kSwappedRows ? 1 - r / 2 : r / 2;
-      p.out[(warp * 16 + lane / 4 + half * 8) * 128 + n * 8 + lane % 4 * 2 + r % 2] = o[n][r];
+      p.out[(warp * 16 + lane / 4 + r / 2 * 8) * 128 + n * 8 + lane % 4 * 2 + r % 2] = o[n][r];
     }
   }
 }
 
-template <typename T, bool kCopies>
+template <bool kCopies>
 __global__ void __launch_bounds__(kConsumers + 32)
     hopper(const __grid_constant__ pagedtree::ptx::TensorMap q, const __grid_constant__ pagedtree::ptx::TensorMap k,
-           const __grid_constant__ pagedtree::ptx::TensorMap v, const __grid_constant__ HopperParams<T> p) {
+           const __grid_constant__ pagedtree::ptx::TensorMap v, const __grid_constant__ HopperParams p) {
   namespace ptx = pagedtree::ptx;
-  auto& s = ptx::shared<HopperShared<T>>();
+  auto& s = ptx::shared<HopperShared>();
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       ptx::mbar_init(&s.full[i], kCopies ? 32 : 1);
@@ -171,7 +158,7 @@ __global__ void __launch_bounds__(kConsumers + 32)
     }
   } else {
     ptx::setmaxnreg_inc<240>();
-    consume<T, kCopies>(s, p);
+    consume<kCopies>(s, p);
   }
 }
 

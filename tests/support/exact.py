@@ -7,7 +7,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +26,6 @@ from pagedtree import (
     verify_sampled,
     verify_traversal,
 )
-from pagedtree.distributed import VocabShards
 from pagedtree.drafting import DraftState
 from support.batches import batch_of, paths_of
 
@@ -207,11 +205,11 @@ class Questions:
                     self.expected.append((path, [*(tokens[node] for node in path[1:]), x]))
 
     @classmethod
-    def of_pairs(cls, kind: type[ToyPair], rule: Callable, law: str, tree: list[int], every: int) -> Questions:
+    def of_pairs(cls, rule: Callable, law: str, tree: list[int], every: int) -> Questions:
         """Asks about the drafts of two pairs, one in `every` of large trees, and about trees with drafts left out."""
         questions = cls(3, tree)
         for seed in range(2):
-            pair = kind(3, seed)
+            pair = ToyPair(3, seed)
             for k, (_, tokens) in enumerate(pair.drafts(tree, law)):
                 if len(tree) < 4 or k % every == seed:
                     questions.ask_all(pair, law, tokens, rule)
@@ -226,10 +224,8 @@ class Questions:
             assert (verdict.tokens[b, len(tokens) :] == -1).all() and verdict.num_accepted[b] == len(path) - 1
         assert (verdict.status == 0).all()
 
-    def answer(
-        self, op: Callable, law: str, device: torch.device, dtype: torch.dtype,
-        params: SamplingParams | None = None, **given: Any,
-    ) -> Verdict:  # fmt: skip
+    def answer(self, op: Callable, law: str, device: torch.device, dtype: torch.dtype) -> Verdict:
+        given = {}
         if law != "onehot":
             given["draft_probs"] = torch.tensor(np.concatenate(self.probs), dtype=dtype, device=device)
         zeros = torch.zeros(len(self.tokens), dtype=torch.int64, device=device)
@@ -237,7 +233,7 @@ class Questions:
             torch.tensor(np.concatenate(self.logits), dtype=torch.float32, device=device),
             torch.tensor(self.tokens, device=device).flatten(),
             batch_of([self.tree] * len(self.tokens), device),
-            params or SamplingParams(),
+            SamplingParams(),
             draft_law=law,
             seeds=zeros,
             positions=zeros,
@@ -281,13 +277,11 @@ def grown(
 
 
 def verified(
-    rule: str, law: str, target: Tensor, draft: Draft, seeds: Tensor, positions: Tensor, shards: VocabShards | None,
-    params: SamplingParams, said: RequestOptions | None,
+    rule: str, law: str, target: Tensor, draft: Draft, seeds: Tensor, positions: Tensor, params: SamplingParams,
+    said: RequestOptions | None,
 ) -> Verdict:  # fmt: skip
     logits = target[draft.draft_tokens.clamp(min=0)].log()
     options = {"seeds": seeds, "positions": positions, "options": said}
-    if shards is not None:
-        logits, options["shards"] = shards.own(logits), shards
     if rule != "sampled":
         options["draft_law"] = "onehot" if law == "topk" else law
     return VERIFY[rule](logits, draft, params, **options)
@@ -301,7 +295,6 @@ def first_tokens(
     count: int,
     device: torch.device,
     expand: Callable[..., DraftState] = expand_tree,
-    shards: VocabShards | None = None,
     params: SamplingParams | None = None,
 ) -> tuple[Tensor, float]:
     """Returns tokens [count, LENGTH], and mean accepted drafts per step; penalties of `params` count tokens so far."""
@@ -316,7 +309,7 @@ def first_tokens(
         draft_seeds = seeds if law == "coupled" else seeds + 0x5851F42D4C957F2D * (lengths + 1)
         draft = grown(draft_table, roots, lengths, draft_seeds, law, branching, expand)
         said = None if params is None else options_of(tokens, lengths)
-        verdict = verified(rule, law, target, draft, seeds, lengths, shards, params or SamplingParams(), said)
+        verdict = verified(rule, law, target, draft, seeds, lengths, params or SamplingParams(), said)
         assert not verdict.status.any()
         steps = torch.arange(verdict.tokens.shape[1], device=device)
         emitted = steps <= verdict.num_accepted[:, None]

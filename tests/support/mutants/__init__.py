@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from support.mutants.attention import ENGINE, JOINED, LATENT_WGMMA, SEGMENTS, WGMMA, WIDE
-from support.mutants.mutant import CASES, Mutant
+from support.mutants.mutant import CASES, Mutant, family
 from support.mutants.recurrent import DELTA_RULE
 
 __all__ = ["MUTANTS", "Mutant"]
@@ -24,8 +24,17 @@ def of_options(name: str, line: str, broken: str, tests: tuple[str, ...] = (CASE
     return Mutant(name, "core/options.h", line, broken, tests)
 
 
-def of_noise(name: str, line: str, broken: str) -> Mutant:
-    return Mutant(name, "core/noise.h", line, broken, (SAMPLED,), only="cpu and (chi_square or noise)")
+DRAWS = ("tests/ops/test_sampling_rows.py",)
+of_noise = family("core/{}.h", (SAMPLED,), "cpu", "cpu and (chi_square or noise)")
+of_drafting = family("cuda/drafting/{}.cu", PROPOSALS, "simt", "simt")
+of_fitting = family("cuda/drafting/{}.cu", (CASES,), "simt", "simt and (best_first or select_nodes)")
+of_ways = family("cuda/logits/{}.cuh", DRAWS, "simt", "simt")
+of_chip = family(
+    "cuda/logits/{}.cuh", (CASES, *DRAWS), "simt", "verify_sampled and (simt or clusters) or draws_on_chip"
+)
+of_states = family("generation/{}.py", HYBRID, "python", "hybrid and not two_ranks")
+of_drafts = family("generation/{}.py", CHOSEN, "python", "test")
+of_limits = family("generation/{}.py", LENGTHS, "python", "test")
 
 
 def of_top(name: str, line: str, broken: str, file: str = "cuda/logits/top_tokens.cuh") -> Mutant:
@@ -33,38 +42,8 @@ def of_top(name: str, line: str, broken: str, file: str = "cuda/logits/top_token
     return Mutant(name, file, line, broken, (GROWN, LOGPROBS, CASES), "simt", only)
 
 
-def of_drafting(name: str, file: str, line: str, broken: str) -> Mutant:
-    return Mutant(name, f"cuda/drafting/{file}.cu", line, broken, PROPOSALS, "simt", "simt")
-
-
-def of_fitting(name: str, file: str, line: str, broken: str) -> Mutant:
-    only = "simt and (best_first or select_nodes)"
-    return Mutant(name, f"cuda/drafting/{file}.cu", line, broken, (CASES,), "simt", only)
-
-
-def of_ways(name: str, file: str, line: str, broken: str) -> Mutant:
-    return Mutant(name, f"cuda/logits/{file}.cuh", line, broken, ("tests/ops/test_sampling_rows.py",), "simt", "simt")
-
-
-def of_chip(name: str, file: str, line: str, broken: str) -> Mutant:
-    only = "verify_sampled and (simt or clusters) or draws_on_chip"
-    return Mutant(name, f"cuda/logits/{file}", line, broken, (CASES, "tests/ops/test_sampling_rows.py"), "simt", only)
-
-
 def of_rotary(name: str, file: str, line: str, broken: str, backend: str = "cpu") -> Mutant:
     return Mutant(name, file, line, broken, ("tests/ops/test_rope_append.py",), backend, backend)
-
-
-def of_states(name: str, file: str, line: str, broken: str) -> Mutant:
-    return Mutant(name, f"generation/{file}.py", line, broken, HYBRID, "python", "hybrid and not two_ranks")
-
-
-def of_drafts(name: str, file: str, line: str, broken: str) -> Mutant:
-    return Mutant(name, f"generation/{file}.py", line, broken, CHOSEN, "python", "test")
-
-
-def of_limits(name: str, file: str, line: str, broken: str) -> Mutant:
-    return Mutant(name, f"generation/{file}.py", line, broken, LENGTHS, "python", "test")
 
 
 RULES = [
@@ -176,9 +155,9 @@ RULES = [
     ),
     Mutant("a token too many", "core/tree_walk.h", "p.tokens_left[b], 0", "p.tokens_left[b] + 1, 0"),
     Mutant("a limit that ends no sequence", "core/step.h", "ended = ended || kept == left;", ""),
-    of_noise("the first member has the least of a group", "return words[0] >> 29;", "return 0;"),
-    of_noise("the least of eight as the least of one", " * (1.0f / kNoiseGroup)", ""),
-    of_noise("members that share a word", "member + (member < first())", "member | 1"),
+    of_noise("the first member has the least of a group", "noise", "return words[0] >> 29;", "return 0;"),
+    of_noise("the least of eight as the least of one", "noise", " * (1.0f / kNoiseGroup)", ""),
+    of_noise("members that share a word", "noise", "member + (member < first())", "member | 1"),
 ]  # fmt: skip
 
 ON_PATH = "at.go_up()) count += at.token() == token;"
@@ -291,11 +270,11 @@ REQUESTS = [
 ]  # fmt: skip
 
 ON_CHIP = [
-    of_chip("an exchange that is not waited for", "slice.cuh",
+    of_chip("an exchange that is not waited for", "slice",
             "    ptx::mbar_wait(&shared.exchanged[at], turn >> 1 & 1);\n", ""),
-    of_chip("tokens of other CTAs that are not waited for", "slice.cuh",
+    of_chip("tokens of other CTAs that are not waited for", "slice",
             "    ptx::mbar_wait(&shared_.gathered, turns_.lists++ & 1u);\n", ""),
-    of_chip("a slice mended before it arrived", "draws_sm90.cuh", "    slice_.wait(buffer);\n    uint64_t", "uint64_t"),
+    of_chip("a slice mended before it arrived", "draws_sm90", "    slice_.wait(buffer);\n    uint64_t", "uint64_t"),
 ]  # fmt: skip
 
 DRAFTED = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.mutants.mutant import CASES, Mutant
+from support.mutants.mutant import CASES, Mutant, family
 
 __all__ = ["ENGINE", "JOINED", "LATENT_WGMMA", "SEGMENTS", "WGMMA", "WIDE"]
 
@@ -11,19 +11,9 @@ SELF_TEST = ("tests/kernels/test_engine.py",)
 BITS, LOGITS = ("tests/ops/test_segments.py",), ("tests/generation/test_generate_segments.py",)
 
 
-def of_wgmma(name: str, file: str, line: str, broken: str) -> Mutant:
-    return Mutant(name, f"cuda/attention/{file}_sm90.cuh", line, broken, ATTENTION, "simt", "simt and wgmma")
-
-
-def of_join(name: str, file: str, line: str, broken: str) -> Mutant:
-    tests = ("tests/kernels/test_schedule.py",)
-    return Mutant(name, f"cuda/attention/{file}.cuh", line, broken, tests, "simt", "simt and not wgmma")
-
-
-def of_wide(name: str, file: str, line: str, broken: str) -> Mutant:
-    return Mutant(
-        name, f"cuda/attention/{file}_wide.cuh", line, broken, ATTENTION, "simt", "simt and latent and not wgmma"
-    )
+of_wgmma = family("cuda/attention/{}_sm90.cuh", ATTENTION, "simt", "simt and wgmma")
+of_join = family("cuda/attention/{}.cuh", ("tests/kernels/test_schedule.py",), "simt", "simt and not wgmma")
+of_wide = family("cuda/attention/{}_wide.cuh", ATTENTION, "simt", "simt and latent and not wgmma")
 
 
 def of_latent(name: str, line: str, broken: str) -> Mutant:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["CASES", "Mutant"]
+__all__ = ["CASES", "Mutant", "family"]
 
 CASES = "tests/ops/test_cases.py"
 
@@ -23,3 +24,12 @@ class Mutant:
     tests: tuple[str, ...] = (CASES,)
     backend: str = "cpu"
     only: str = "cpu or not simt"
+
+
+def family(path: str, tests: tuple[str, ...], backend: str, only: str) -> Callable[[str, str, str, str], Mutant]:
+    """Returns a function of a name, a file's part of `path`, a line and its replacement."""
+
+    def of_family(name: str, file: str, line: str, broken: str) -> Mutant:
+        return Mutant(name, path.format(file), line, broken, tests, backend, only)
+
+    return of_family

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from support.mutants.mutant import Mutant
+from support.mutants.mutant import Mutant, family
 
-
-def of_delta_rule(name: str, file: str, line: str, broken: str, only: str = "simt and not channel") -> Mutant:
-    tests = ("tests/ops/test_recurrent_kernels.py", "tests/ops/test_recurrent.py")
-    return Mutant(name, f"cuda/recurrent/{file}.cuh", line, broken, tests, "simt", only)
-
-
-def of_channel_decays(name: str, file: str, line: str, broken: str) -> Mutant:
-    tests = ("tests/ops/test_recurrent_decays.py", "tests/ops/test_recurrent_kernels.py")
-    return Mutant(name, f"cuda/recurrent/{file}.cuh", line, broken, tests, "simt", "simt")
-
+KERNELS, RECURRENT, DECAYS = (f"tests/ops/test_recurrent{name}.py" for name in ("_kernels", "", "_decays"))
+of_delta_rule = family("cuda/recurrent/{}.cuh", (KERNELS, RECURRENT), "simt", "simt and not channel")
+of_channel_decays = family("cuda/recurrent/{}.cuh", (DECAYS, KERNELS), "simt", "simt")
 
 DELTA_RULE = [
     of_delta_rule("channels of a state twice", "few_tokens", "state.x[step][half * 2 + 1][n]",
@@ -29,7 +22,7 @@ DELTA_RULE = [
     of_delta_rule("an eps of norms that is not read", "numbers", "squares + p.l2norm_eps", "squares + 1e-6f"),
     Mutant(
         "an eps of norms that the CPU does not read", "cpu/isa/recurrent/delta_rule.cpp", "reduce_add(sum) + eps",
-        "reduce_add(sum) + 1e-6f + 0.0f * eps", ("tests/ops/test_recurrent.py",), only="eps and cpu",
+        "reduce_add(sum) + 1e-6f + 0.0f * eps", (RECURRENT,), only="eps and cpu",
     ),
     of_delta_rule("weights of keys without beta", "few_tokens", "if (t.p.beta != nullptr) sums", "sums"),
     of_delta_rule("rows behind all trees as they were", "few_tokens", "used.end, p.tokens.num_rows);", "0, 0);"),
