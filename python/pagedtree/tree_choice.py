@@ -147,6 +147,10 @@ def _levels(acceptance: Sequence[float] | Sequence[Sequence[float]] | np.ndarray
         levels = np.tile(levels, (max_depth, 1))
     if levels.ndim != 2 or 0 in levels.shape:
         raise refusal("acceptance", "probabilities [R] or [D, R]", f"shape {list(levels.shape)}")
-    if not ((levels >= 0) & (levels <= 1)).all() or (levels.sum(axis=1) > 1 + 1e-6).any():
-        raise refusal("acceptance", "probabilities that sum to at most 1 per row", levels.tolist())
+    bad = ~(levels >= 0).all(axis=1) | (levels.sum(axis=1) > 1 + 1e-6)
+    if bad.any():
+        row = int(bad.argmax())
+        raise refusal(
+            "acceptance", "probabilities that sum to at most 1 per row", f"{levels[row].tolist()!s:.80}, row {row}"
+        )
     return levels[:max_depth]
