@@ -6,6 +6,7 @@ import re
 import zlib
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,24 @@ def names(backend: str) -> list[str]:
     return [case.name for case in CASES.values() if case.backends is None or backend in case.backends]
 
 
-@pytest.mark.parametrize("name", names("cpu"))
+# Rows of shards that simt leaves to the CPU: other numbers of ranks; options and filters of one op of the two.
+LEFT_TO_CPU = r"/(one rank|four ranks)|shards/(options, verify_rejection/(?!everything)|rejection/.*joint)"
+
+
+def in_core_suite(name: str, backend: str = "simt") -> bool:
+    """Selects one of two cases that differ only in the dtype, another one on each backend."""
+    other = re.sub("bf16|fp16", lambda dtype: "fp16" if dtype[0] == "bf16" else "bf16", name)
+    twins = sorted({name, other} & {*CASES})
+    is_chosen = name == twins[(zlib.crc32(twins[0].encode()) + (backend == "cpu")) % len(twins)]
+    return is_chosen and (backend == "cpu" or re.search(LEFT_TO_CPU, name) is None)
+
+
+def of_backend(backend: str) -> list[Any]:
+    marks = {True: (), False: pytest.mark.slow}
+    return [pytest.param(name, marks=marks[in_core_suite(name, backend)]) for name in names(backend)]
+
+
+@pytest.mark.parametrize("name", of_backend("cpu"))
 def test_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
     case = replace(case, loops=case.loops and cache(case.loops))  # shared by the instruction sets
@@ -37,18 +55,8 @@ def test_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert row.status == OK, f"{isa}: {row.detail}"
 
 
-def in_core_suite(name: str) -> bool:
-    """Selects one of two cases that differ only in the dtype: simt is slow."""
-    other = re.sub("bf16|fp16", lambda dtype: "fp16" if dtype[0] == "bf16" else "bf16", name)
-    twins = sorted({name, other} & {*CASES})
-    is_chosen = name == twins[zlib.crc32(twins[0].encode()) % len(twins)]
-    return is_chosen and "/one rank" not in name and "/four ranks" not in name
-
-
 @pytest.mark.skipif("simt" not in backends(), reason="built without simt")
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if in_core_suite(name) else pytest.mark.slow) for name in names("simt")]
-)
+@pytest.mark.parametrize("name", of_backend("simt"))
 def test_simt(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEDTREE_SIMT_ORDER", "random:7")
     row = run_row(CASES[name], SIMT)
@@ -57,7 +65,7 @@ def test_simt(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 LONG = [name for name in names("simt") if re.search(r"V \d{5}", name)]
 # Duplicates: a rule's second row, or a row that the same code reads.
-TWINS = r"(rejection/(iid|onehot)|block/iid|traversal/swor)/hostile|/plain|medusa_propose/(chain|root|paths)|/fp16"
+TWINS = r"(on/(iid|onehot)|block/iid|traversal/swor)/(on chip/)?hostile|/plain|medusa_propose/(chain|root|paths)|/fp16"
 
 
 @pytest.mark.skipif("simt" not in backends(), reason="built without simt")
@@ -78,7 +86,7 @@ def test_threads(group: str) -> None:
     threads = torch.get_num_threads()
     try:
         for name in names("cpu"):
-            if CASES[name].group == group:
+            if CASES[name].group == group and in_core_suite(name):
                 torch.set_num_threads(1)
                 expected = CASES[name].run(CPU)
                 torch.set_num_threads(3)
