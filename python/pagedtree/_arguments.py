@@ -41,7 +41,7 @@ def argument_error(
     """Returns the error "FUNCTION: ARGUMENT: TEXT". function: default the public one that was called."""
     function = _public_function(str(name)) if function is None else function
     front = f"{function}: " if function else ""
-    text = re.sub(r"^[\w.]+: (?=\S+: )", "", str(text))  # without the function of another of these errors
+    text = re.sub(r"^[\w.]+: (?=[^:]+: expected)", "", str(text))  # without the function of another of these errors
     return kind(f"{front}{name}: {text}")
 
 
@@ -53,10 +53,9 @@ def _public_function(name: str) -> str:
     if torch.compiler.is_compiling():
         return ""
     modules = [(path, m) for path, m in list(sys.modules.items()) if path.startswith("pagedtree")]
-    lists = [vars(m) for _, m in modules if hasattr(m, "__path__")]
-    for path, m in modules:
-        if path == "pagedtree.testing" or path.rpartition(".")[0] == "pagedtree.integrations":
-            lists.append({name: getattr(m, name) for name in getattr(m, "__all__", ())})
+    adapters = "pagedtree.testing", "pagedtree.integrations"
+    public = [m for path, m in modules if hasattr(m, "__path__") or path.startswith(adapters)]
+    lists = [{name: vars(m)[name] for name in getattr(m, "__all__", ()) if name in vars(m)} for m in public]
 
     def is_public(thing: Any, name: str) -> bool:
         found = [inspect.unwrap(names[name]) for names in lists if name in names]

@@ -187,9 +187,9 @@ def _acts(name: str, value: Any) -> bool:
 def integer(name: str, value: Any) -> int:
     value = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
     if not isinstance(value, Integral) or isinstance(value, bool):
-        raise ValueError(f"{name}: expected an integer, got {value!r}")
+        raise refusal(name, "an integer", repr(value))
     if not -(2**63) <= int(value) < 2**63:
-        raise ValueError(f"{name}: expected an integer of 64 bits, got {value}")
+        raise refusal(name, "an integer of 64 bits", value)
     return int(value)
 
 

@@ -23,7 +23,7 @@ from pagedtree import PreparedAttention, append_kv, attention_plan, rope_append
 from pagedtree._arguments import refusal
 from pagedtree._C import HEAD_DIMS
 from pagedtree.integrations.vllm.limits import uses_trees
-from pagedtree.integrations.vllm.tree_drafter import check_worker
+from pagedtree.integrations.vllm.own_worker import check_worker
 
 FP8 = ("fp8", "fp8_e4m3")
 

@@ -31,8 +31,9 @@ from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.integrations.transformers import ModelDrafter, tensor_parallel
 from pagedtree.integrations.vllm.proposals import Proposal, host_proposals, padded
-from pagedtree.integrations.vllm.tree_drafter import MAX_NODES, SECTION, TreeDrafter
+from pagedtree.integrations.vllm.tree_drafter import SECTION, TreeDrafter
 from pagedtree.integrations.vllm.whole_ends import WholeEnds
+from pagedtree.tree import MAX_NODES
 
 __all__ = [
     "EagleTreeDrafter",

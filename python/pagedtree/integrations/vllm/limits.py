@@ -12,6 +12,8 @@ from numbers import Real
 from typing import Any
 
 from pagedtree._arguments import refusal
+from pagedtree.integrations.vllm.own_worker import check_worker
+from pagedtree.tree import MAX_NODES
 
 PACKAGE = "pagedtree."
 # The method of the speculative configuration whose `model` is a drafter, by model runner. V2 refuses custom_class; with
@@ -81,8 +83,6 @@ def _settings(vllm_config: Any, runner: str, has_own_drafter: bool) -> Iterator[
 
 def check_config(vllm_config: Any) -> None:
     """Raises ValueError, naming the setting, for configurations where trees are unsupported or untested."""
-    from pagedtree.integrations.vllm.tree_drafter import MAX_NODES, TreeDrafter, check_worker
-
     model, speculation = vllm_config.model_config, vllm_config.speculative_config
     runner = "V2" if vllm_config.use_v2_model_runner else "V1"
     has_own_drafter = speculation is not None and runner == "V2" and speculation.method == "dflash"
@@ -103,6 +103,8 @@ def check_config(vllm_config: Any) -> None:
         count = speculation.num_speculative_tokens
         raise refusal("draft trees: speculative_config.num_speculative_tokens", f"1..{MAX_NODES - 1}", count)
     if speculation is not None:
+        from pagedtree.integrations.vllm.tree_drafter import TreeDrafter
+
         drafter = TreeDrafter if has_own_drafter else check_drafter(speculation.model)
         drafter.check(vllm_config)
         drafter.options_of(vllm_config)

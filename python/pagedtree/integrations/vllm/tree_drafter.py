@@ -11,13 +11,13 @@ import numpy as np
 from torch import Tensor
 from vllm.distributed import get_tp_group
 
-import pagedtree_plugins
 from pagedtree import Draft
 from pagedtree._arguments import refusal
+from pagedtree.integrations.vllm.own_worker import check_worker
 from pagedtree.integrations.vllm.proposals import NO_GUESS, Proposal, cut_at
 from pagedtree.integrations.vllm.tuned import BatchTuner, Pass
+from pagedtree.tree import MAX_NODES
 
-MAX_NODES = 1024
 SECTION = 'additional_config["pagedtree"]'
 
 # A proposal as a drafter returns it: draft tokens, parents and, where it knows them, log-probabilities.
@@ -267,13 +267,3 @@ def _check_option(name: str, value: Any, default: Any, largest: int | None) -> N
         types = (int, float) if isinstance(default, float) else (type(default),)
         if not isinstance(value, types) or isinstance(value, bool) > isinstance(default, bool):
             raise refusal(SECTION, f"{name} of type {types[-1].__name__}", f"{value!r:.60}")
-
-
-def check_worker(vllm_config: Any) -> None:
-    """Raises ValueError without PAGEDTREE_PLUGINS=vllm, and for vLLM's own worker: on runner V2 it would silently draft
-    with vLLM's n-grams."""
-    pagedtree_plugins.check()
-    worker = vllm_config.parallel_config.worker_cls
-    if not isinstance(worker, str) or worker == "auto" or worker.startswith("vllm."):
-        wanted = "pagedtree.integrations.vllm.worker.TreeGPUWorker (on CPUs TreeCPUWorker)"
-        raise refusal("draft trees: worker_cls", wanted, worker)
