@@ -88,7 +88,11 @@ OVERFLOWS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("at", [*range(5), *(pytest.param(at, marks=pytest.mark.slow) for at in range(5, 8))])
+@pytest.mark.parametrize(
+    "at",
+    [*range(5), *(pytest.param(at, marks=pytest.mark.slow) for at in range(5, 8))],
+    ids=["64", "128", "fp8", "latent", "latent 512", "192", "256", "latent fp8"],
+)
 def test_non_finite_keys_change_only_rows_that_see_them(target: Target, at: int) -> None:
     """Other rows keep the bits of zeros in slots of refused drafts and later prompt tokens, behind a window, and in
     nodes that are no ancestors of the newest."""
