@@ -53,9 +53,10 @@ def _public_function(name: str) -> str:
     if torch.compiler.is_compiling():
         return ""
     modules = [(path, m) for path, m in list(sys.modules.items()) if path.startswith("pagedtree")]
-    adapters = "pagedtree.testing", "pagedtree.integrations"
-    public = [m for path, m in modules if hasattr(m, "__path__") or path.startswith(adapters)]
-    lists = [{name: vars(m)[name] for name in getattr(m, "__all__", ()) if name in vars(m)} for m in public]
+    lists = [vars(m) for _, m in modules if hasattr(m, "__path__")]
+    for path, m in modules:
+        if path == "pagedtree.testing" or path.rpartition(".")[0] == "pagedtree.integrations":
+            lists.append({name: getattr(m, name) for name in getattr(m, "__all__", ())})
 
     def is_public(thing: Any, name: str) -> bool:
         found = [inspect.unwrap(names[name]) for names in lists if name in names]
