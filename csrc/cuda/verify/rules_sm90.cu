@@ -46,8 +46,8 @@ bool rules_on_chip(const RatioParams& p, const ExecContext& ctx) {
   if (!may_be_on_chip(p.verify.logits, p.verify.options)) return false;
   if (p.draft_sampling.temperature != nullptr && !may_be_on_chip(p.draft, {})) return false;
   return with_logit_dtype(p.verify.logits.dtype, [&](auto dtype) {
-    return launch_on_chip<dtype, KeptOnChip>(kept_sm90_kernel<dtype, kRule>, p.verify.batch, p.verify.logits, 1, p,
-                                             ctx);
+    return launch_on_chip<dtype, KeptOnChip>(kept_sm90_kernel<dtype, kRule>, count_kept<kRule>(p), p.verify.logits, 1,
+                                             p, ctx);
   });
 }
 #define PT_ON_CHIP(op, Params, Name, ...) template bool rules_on_chip<Rule::k##Name>(const Params&, const ExecContext&);
