@@ -18,11 +18,12 @@ struct RowOnChip {
   KeptOnChip& shared;
   LogitsSlice<kDType> slice;
 
-  __device__ RowOnChip(KeptShared& kept, bool /*is_known*/)
+  __device__ RowOnChip(KeptShared& kept, bool is_known)
       : shared(ptx::shared<KeptOnChip>()),
         slice(shared.slice, shared.words, kept.distributions.target.row.vocab, shared.turns) {
     slice.copy(kept.distributions.target.row, 0);
     slice.wait(0);
+    if (is_known) slice.apply(kept.distributions.target);
   }
   __device__ ~RowOnChip() {
     if (threadIdx.x == 0) shared.turns = slice.turns();
