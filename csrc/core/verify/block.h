@@ -10,6 +10,25 @@ namespace pagedtree {
 // Smaller weights count as 0, so that inverses stay finite.
 constexpr double kLeastWeight = 1e-200;
 
+// The tokens of a row that filters keep, ascending.
+struct KeptList {
+  static constexpr uint32_t kMost = 512;
+  uint32_t size;
+  int32_t tokens[kMost];
+  float masses[kMost], drafts[kMost];  // of the target and the draft
+
+  // Returns the first entry with a token >= `least`.
+  PT_HOST_DEVICE uint32_t place_of(int32_t least) {
+    return static_cast<uint32_t>(TriedTokens{tokens, static_cast<int32_t>(size)}.lower_bound(least));
+  }
+};
+
+// A node whose tokens are listed before its chain is walked.
+struct ListedNode {
+  NodeDistributions distributions;
+  KeptList list;  // size 0: none, or too many tokens
+};
+
 // Counts 0 / 0 as its limit, even if rounding leaves a little more than 0.
 PT_HOST_DEVICE double acceptance_of(double z, double weight) {
   const double whole = z + (1.0 - weight);

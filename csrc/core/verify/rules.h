@@ -30,6 +30,7 @@ enum class DraftLaw : int32_t { kIid, kSwor, kOneHot };
 enum RuleNeeds { kNoNeeds = 0, kChains = 1, kDrawn = 2, kFrames = 4 };
 
 struct TraversalFrame;  // core/verify/traversal.h
+struct ListedNode;      // core/verify/block.h
 
 struct RatioParams {
   VerifyParams verify;
@@ -39,6 +40,7 @@ struct RatioParams {
   const float* coins;             // [N] or null
   const float* final_coins;       // [B] or null
   TraversalFrame* frames;         // [B, max_depth + 1] scratch of verify_traversal
+  ListedNode* nodes;              // [N] scratch of verify_block on CUDA, unless options are used
   DraftLaw law;
   float epsilon, delta;  // of verify_typical
 };

@@ -183,6 +183,11 @@ class LogitsSlice {
     }
   }
 
+  // Cleans a row with a known distribution, which has arrived in buffer 0.
+  __device__ __forceinline__ void apply(const RowDistribution& known) const {
+    if (known.bad || !(known.scale.peak < Stored::largest())) mend(words_, count_, known.uniform);
+  }
+
   // Returns the range of a row, which is clean afterwards.
   __device__ __forceinline__ Range range_of_row(int buffer, uint32_t parts, bool& bad) {
 #pragma unroll 1

@@ -10,23 +10,13 @@
 
 namespace pagedtree::cuda {
 
-// The kept tokens of a row, ascending, in each CTA.
-struct KeptList {
-  uint32_t size;
-  int32_t tokens[KeptCandidates::kMost];
-  float masses[KeptCandidates::kMost], drafts[KeptCandidates::kMost];  // of the draft
-
-  // Returns the first entry with a token >= `least`.
-  __device__ uint32_t place_of(int32_t least) {
-    return static_cast<uint32_t>(TriedTokens{tokens, static_cast<int32_t>(size)}.lower_bound(least));
-  }
-};
+static_assert(KeptList::kMost == KeptCandidates::kMost);
 
 struct KeptShared {
   BlockShared block;
   NodeDistributions distributions;  // at a node
   KeptCandidates notes;
-  KeptList list;
+  KeptList list;                                // in each CTA
   uint16_t first_of_block[kMaxMassBlocks + 1];  // first kept token per block
   NearTree tree;
   MassTable sums, drafts;
@@ -52,6 +42,17 @@ struct RowInMemory {
     if (is_known) slice.row.apply(shared.distributions.target);
   }
 };
+
+// Finds the blocks of a list that all threads have written.
+__device__ __forceinline__ void find_blocks(KeptShared& shared, int32_t vocab) {
+  __syncthreads();
+  const auto num_blocks = static_cast<uint32_t>(MassTable::num_blocks(vocab));
+#pragma unroll 1
+  for (uint32_t block = threadIdx.x; block <= num_blocks; block += blockDim.x)
+    shared.first_of_block[block] =
+        static_cast<uint16_t>(shared.list.place_of(static_cast<int32_t>(block) * kMassBlock));
+  __syncthreads();
+}
 
 // Lists the tokens that sequence b keeps and writes the distribution (`again`: known). Returns false if it cannot.
 template <typename Row>
@@ -106,13 +107,7 @@ __device__ __attribute__((noinline)) bool find_kept(const SamplingParams& p, int
     masses[place] = mass_of<ScalarMath>(target.scale(ranked_value(rank)));
     drafts[place] = draft_of(ranked_id(rank));
   }
-  __syncthreads();
-  const auto num_blocks = static_cast<uint32_t>(MassTable::num_blocks(vocab));
-#pragma unroll 1
-  for (uint32_t block = threadIdx.x; block <= num_blocks; block += blockDim.x)
-    shared.first_of_block[block] =
-        static_cast<uint16_t>(shared.list.place_of(static_cast<int32_t>(block) * kMassBlock));
-  __syncthreads();
+  find_blocks(shared, vocab);
   return true;
 }
 
@@ -305,7 +300,23 @@ class KeptRows {
     if (last_block_ >= 0) last_block_ = static_cast<int32_t>(token / kMassBlock);
   }
 
- private:
+  // Writes an open node.
+  __device__ void write(ListedNode& node) const {
+    if (ptx::cluster_rank() != 0) return;
+    const auto& [size, tokens, masses, drafts] = shared_.list;
+    if (leads_cta()) {
+      node.distributions = shared_.distributions;
+      node.list.size = failed_ ? 0 : size;
+    }
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < size; i += blockDim.x) {
+      node.list.tokens[i] = tokens[i];
+      node.list.masses[i] = masses[i];
+      node.list.drafts[i] = drafts[i];
+    }
+  }
+
+ protected:
   // Returns a token's index in the list, or -1.
   __device__ int32_t place_of(int32_t token) const { return failed_ ? -1 : place_in_list(token); }
   static __device__ __attribute__((noinline)) int32_t place_in_list(int32_t token) {
@@ -358,9 +369,68 @@ __device__ __forceinline__ void walk_by(const RatioParams& p, int64_t b, Rows ro
   PT_EACH_WALK(PT_WALK, PT_WALK)
 #undef PT_WALK
 }
+// verify_block takes two kernels: clusters list all nodes, as no row depends on another; then CTAs walk the chains over
+// the lists. Both are always launched, and the device decides: a node without a list (no filters, more than
+// KeptList::kMost tokens, no finite logit; in memory a NaN; drafts' logits alike) leaves its chain, if the walk reaches
+// it, to rules_kernel by kLeftToOthers.
+template <Rule kRule>
+constexpr bool kListsNodes = kRule == Rule::kBlock;
+
+// `Rows` of listed nodes.
+class ListedRows : public KeptRows<void, false> {
+ public:
+  using KeptRows::KeptRows;
+  // Most loads do not wait for each other.
+  __device__ void open(const RatioParams& p, int64_t /*b*/, int64_t row, bool /*with_draft*/,
+                       NodeDistributions& /*distributions()*/) {
+    clear_tried();
+    __syncthreads();
+    const ListedNode& node = p.nodes[row];
+    auto& [size, tokens, masses, drafts] = shared_.list;
+    const NodeDistributions distributions = node.distributions;
+    const uint32_t count = node.list.size;
+    uint32_t i = threadIdx.x;
+#pragma unroll 1
+    do {
+      const int32_t token = node.list.tokens[i];
+      const float mass = node.list.masses[i], draft = node.list.drafts[i];
+      if (i < count) {
+        tokens[i] = token;
+        masses[i] = mass;
+        drafts[i] = draft;
+      }
+      i += blockDim.x;
+    } while (i < count);
+    if (leads_cta()) {
+      shared_.distributions = distributions;
+      size = count;
+    }
+    failed_ = failed_ || count == 0;
+    find_blocks(shared_, static_cast<int32_t>(p.verify.logits.vocab));
+  }
+  // Sums first: open() does not.
+  __device__ int32_t draw(const NodeDistributions& distributions, double c, double u) {
+    sums(distributions, c);
+    return KeptRows::draw(distributions, c, u);
+  }
+};
+
 template <Rule kRule, typename Row>
 __device__ __forceinline__ void walk_kept(const RatioParams& p) {
-  walk_by<kRule>(p, ptx::cluster_index(), KeptRows<Row, kRule != Rule::kBlock>(p, ptx::shared<KeptShared>()));
+  const int64_t at = ptx::cluster_index();
+  KeptRows<Row, !kListsNodes<kRule>> rows(p, ptx::shared<KeptShared>());
+  if constexpr (!kListsNodes<kRule>) {
+    walk_by<kRule>(p, at, rows);
+  } else if (const int64_t b = sequence_of_row(p.verify.cu_nodes, p.verify.batch, at); b >= 0) {
+    ptx::meet_cluster();  // all CTAs have begun
+    rows.open(p, b, at, p.law != DraftLaw::kOneHot && p.verify.first_child[at] >= 0, rows.distributions());
+    rows.write(p.nodes[at]);
+  }
+}
+// Returns the clusters of walk_kept().
+template <Rule kRule>
+int64_t count_kept(const RatioParams& p) {
+  return kListsNodes<kRule> ? p.verify.logits.num_rows : p.verify.batch;
 }
 
 }  // namespace pagedtree::cuda

@@ -1,4 +1,4 @@
-// Rules of core/verify that compare the target's and the draft's distributions: one cluster per tree.
+// Rules of core/verify that compare the target's and the draft's distributions.
 #include "cuda/backend.h"
 #include "cuda/tile/launch.cuh"
 #include "cuda/verify/kept_rows.cuh"
@@ -6,13 +6,21 @@
 namespace pagedtree::cuda {
 namespace {
 
-// On lists of kept tokens. Trees with other rows are left to rules_kernel.
+// A cluster per tree or node, on lists of kept tokens. Trees with other rows are left to rules_kernel.
 template <DType kDType, Rule kRule>
 __global__ void __launch_bounds__(kRulesThreads, kRowCtas) kept_kernel(const __grid_constant__ RatioParams p) {
   walk_kept<kRule, RowInMemory<kDType>>(p);
 }
 
-// On whole rows: all trees, or those left over.
+// Walks listed chains, one CTA each: a warp sums 32 blocks of tokens.
+constexpr int kChainThreads = 128;
+__global__ void __launch_bounds__(kChainThreads) chains_kernel(const __grid_constant__ RatioParams p) {
+  ptx::wait_for_kernels_before();
+  ListedRows rows(p, ptx::shared<KeptShared>());
+  walk_block(p, blockIdx.x, rows);
+}
+
+// On whole rows, a cluster per tree: all trees, or those left over.
 template <Rule kRule>
 __global__ void __launch_bounds__(kRulesThreads, kRowCtas)
     rules_kernel(const __grid_constant__ RatioParams p, int64_t first, bool all) {
@@ -30,8 +38,13 @@ void walk_trees(const RatioParams& p, const ExecContext& ctx) {
       !p.verify.options.used && (p.draft_sampling.temperature == nullptr || p.draft.dtype == p.verify.logits.dtype);
   if (by_lists && !rules_on_chip<kRule>(p, ctx)) {
     with_logit_dtype(p.verify.logits.dtype, [&](auto dtype) {
-      launch_rows(kept_kernel<dtype, kRule>, p.verify.batch, vocab, kRulesThreads, sizeof(KeptShared), ctx.stream, p);
+      launch_rows(kept_kernel<dtype, kRule>, count_kept<kRule>(p), vocab, kRulesThreads, sizeof(KeptShared), ctx.stream,
+                  p);
     });
+  }
+  if (by_lists && kListsNodes<kRule>) {
+    launch_behind(chains_kernel, dim3(static_cast<unsigned>(p.verify.batch)), dim3(kChainThreads), sizeof(KeptShared),
+                  ctx.stream, p);
   }
   in_turns(p.verify.options, p.verify.batch, [&](int64_t first, int64_t count) {
     launch_rows(rules_kernel<kRule>, count, vocab, kRulesThreads, sizeof(RulesShared), ctx.stream, p, first, !by_lists);

@@ -18,11 +18,12 @@ struct RowOnChip {
   KeptOnChip& shared;
   LogitsSlice<kDType> slice;
 
-  __device__ RowOnChip(KeptShared& kept, bool /*is_known*/)
+  __device__ RowOnChip(KeptShared& kept, bool is_known)
       : shared(ptx::shared<KeptOnChip>()),
         slice(shared.slice, shared.words, kept.distributions.target.row.vocab, shared.turns) {
     slice.copy(kept.distributions.target.row, 0);
     slice.wait(0);
+    if (is_known) slice.apply(kept.distributions.target);
   }
   __device__ ~RowOnChip() {
     if (threadIdx.x == 0) shared.turns = slice.turns();
@@ -46,8 +47,8 @@ bool rules_on_chip(const RatioParams& p, const ExecContext& ctx) {
   if (!may_be_on_chip(p.verify.logits, p.verify.options)) return false;
   if (p.draft_sampling.temperature != nullptr && !may_be_on_chip(p.draft, {})) return false;
   return with_logit_dtype(p.verify.logits.dtype, [&](auto dtype) {
-    return launch_on_chip<dtype, KeptOnChip>(kept_sm90_kernel<dtype, kRule>, p.verify.batch, p.verify.logits, 1, p,
-                                             ctx);
+    return launch_on_chip<dtype, KeptOnChip>(kept_sm90_kernel<dtype, kRule>, count_kept<kRule>(p), p.verify.logits, 1,
+                                             p, ctx);
   });
 }
 #define PT_ON_CHIP(op, Params, Name, ...) template bool rules_on_chip<Rule::k##Name>(const Params&, const ExecContext&);

@@ -77,6 +77,9 @@ def cases() -> Iterator[Case]:
             hostile = _trees(chains, 33_000, hostile=True)
             name = f"{draft_law}/on chip/hostile rows/V 33000"
             yield _rule(op, name, hostile, SAMPLINGS["top-p"], draft_law, own_coins=True, loops=False, on_chip=True)
+    hostile, name = forest("", 60, 40, nodes=7, hostile=True), "swor/on chip/hostile rows, opened again"
+    narrow = SAMPLINGS["narrow top-p"]
+    yield _rule("verify_traversal", name, hostile, narrow, "swor", own_coins=True, loops=False, on_chip=True)
     for dtype in ("fp32", "fp16", "bf16"):
         yield _typical(f"on chip/{dtype}", _trees(False, 40, dtype=dtype), SAMPLINGS["all filters"], on_chip=True)
     for name, problem in _problems(False, forbidden_row=-1).items():
