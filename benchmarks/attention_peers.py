@@ -5,16 +5,7 @@ from __future__ import annotations
 import gpu_attention_peers
 import torch
 import torch.nn.functional as F
-from attention_problem import (
-    L3_BYTES,
-    LAYOUT,
-    OURS,
-    Problem,
-    kv_bytes_of,
-    lengths_of,
-    paged_tree_causal,
-    unsupported,
-)
+from attention_problem import L3_BYTES, LAYOUT, OURS, Problem, kv_bytes_of, lengths_of, paged_tree_causal, unsupported
 from named_trees import nodes_of
 from suite import Op, Shape, Way, check_close, package, peer
 from torch import Tensor

@@ -180,11 +180,7 @@ OPS = [
     Op(
         name="ngram_propose",
         base={"batch": 8, "length": 4096, "draft_tokens": 8},
-        axes={
-            "batch": [1, 2, 4, 16, 32, 64],
-            "length": [512, 2048, 8192, 32768, 131072],
-            "draft_tokens": [4, 16, 63],
-        },
+        axes={"batch": [1, 2, 4, 16, 32, 64], "length": [512, 2048, 8192, 32768, 131072], "draft_tokens": [4, 16, 63]},
         quick={"batch": 2, "length": 1024},
         problem=Lookup,
         peers=[ours, torch_ops, prompt_lookup],

@@ -16,15 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from measure import (
-    Timing,
-    interleaved,
-    interleaved_on_gpu,
-    kernel_times,
-    memory_bytes,
-    waits_for_device,
-    warm_seconds,
-)
+from measure import Timing, interleaved, interleaved_on_gpu, kernel_times, memory_bytes, waits_for_device, warm_seconds
 
 Shape = dict[str, Any]
 LEFT_OUT = "only in the headline points, and where it is named"

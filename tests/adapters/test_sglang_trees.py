@@ -25,10 +25,7 @@ FULL, QLEN, PACKED = TreeMaskMode
 
 # From SGLang's test_build_eagle_tree: two sequences, top 4 of 4 levels, the best 7 drafts.
 EAGLE = {
-    "parent_list": [
-        [-1, 0, 1, 2, 3, 4, 8, 9, 10, 20, 24, 21, 28],
-        [-1, 0, 1, 2, 3, 4, 5, 6, 7, 24, 28, 20, 21],
-    ],
+    "parent_list": [[-1, 0, 1, 2, 3, 4, 8, 9, 10, 20, 24, 21, 28], [-1, 0, 1, 2, 3, 4, 5, 6, 7, 24, 28, 20, 21]],
     "selected_index": [[0, 1, 4, 8, 20, 24, 36], [0, 4, 5, 6, 7, 24, 36]],
     "seq_lens": [5, 10],
     "positions": [5, 6, 6, 7, 7, 8, 8, 9, 10, 11, 12, 12, 12, 12, 13, 14],
@@ -47,11 +44,7 @@ MALFORMED = {
     "as deep as allowed": [[0, 0, 4, 2, 0], [0, 0, 2, 4, 0]],
 }
 # Expected levels, first children and next siblings of the last tree but one.
-OWN_ANCESTOR = [
-    [[0, 3, 3, 1], [0, 3, 3, 1]],
-    [[3, -1, 1, -1], [3, -1, 1, -1]],
-    [[-1, 2, -1, -1], [-1, 2, -1, -1]],
-]
+OWN_ANCESTOR = [[[0, 3, 3, 1], [0, 3, 3, 1]], [[3, -1, 1, -1], [3, -1, 1, -1]], [[-1, 2, -1, -1], [-1, 2, -1, -1]]]
 
 
 @pytest.fixture(params=[name for name in backends() if name != "simt"])

@@ -91,11 +91,7 @@ def one_rank() -> distributed.VocabShards:
 
 def paged_cache() -> dict[str, Tensor]:
     """Returns 9 and 6 positions in pages of 4; five and three are new."""
-    return {
-        "page_table": int32([[1, 3, 0], [4, 2, -1]]),
-        "seq_lens": int32([9, 6]),
-        "cu_seqlens_q": int32([0, 5, 8]),
-    }
+    return {"page_table": int32([[1, 3, 0], [4, 2, -1]]), "seq_lens": int32([9, 6]), "cu_seqlens_q": int32([0, 5, 8])}
 
 
 def _attention(cache_dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:

@@ -38,10 +38,7 @@ from pagedtree.integrations.vllm.drafters import NgramTreeDrafter
 from pagedtree.integrations.vllm.limits import ASYNC_SCHEDULER, SCHEDULER, check_request
 from pagedtree.integrations.vllm.verification import target_groups
 
-REQUESTS = {
-    "logprob_token_ids": dict(logprob_token_ids=[5, 6]),
-    "min_p": dict(extra_args={"min_p": 1.5}),
-}
+REQUESTS = {"logprob_token_ids": dict(logprob_token_ids=[5, 6]), "min_p": dict(extra_args={"min_p": 1.5})}
 
 
 def test_unsupported_requests_are_refused_and_the_engine_lives():

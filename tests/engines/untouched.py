@@ -9,10 +9,7 @@ import sys
 from types import FunctionType
 from typing import Any
 
-LOADERS = {
-    "vllm": ("vllm.plugins", "load_general_plugins"),
-    "sglang": ("sglang.srt.plugins", "load_plugins"),
-}
+LOADERS = {"vllm": ("vllm.plugins", "load_general_plugins"), "sglang": ("sglang.srt.plugins", "load_plugins")}
 MODULES = {
     "vllm": ["vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"],
     "sglang": [

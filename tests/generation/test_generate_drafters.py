@@ -158,11 +158,7 @@ REFUSED = [
     (ModelDrafter, {"law": "lucky"}, "law: expected one of topk, iid, swor, coupled, got 'lucky'"),
     (ModelDrafter, {"branching": [2]}, 'branching: expected None under law "topk"'),
     (ModelDrafter, {"law": "iid", "branching": []}, r"branching: expected levels of at least 1 child each, got \[\]"),
-    (
-        ModelDrafter,
-        {"law": "iid", "branching": [2, 0]},
-        r"branching: expected levels of .*, got \[2, 0\]",
-    ),
+    (ModelDrafter, {"law": "iid", "branching": [2, 0]}, r"branching: expected levels of .*, got \[2, 0\]"),
     (CombinedDrafter, {"min_match": 0}, "min_match: expected 1 to the lookup's max_ngram, 8, got 0"),
     (CombinedDrafter, {"min_match": 5, "lookup": NgramDrafter(4)}, "to the lookup's max_ngram, 4, got 5"),
     (CombinedDrafter, {"costs": (0.1, -1.0)}, r"costs: expected None or two numbers from 0 on, got \(0.1, -1.0\)"),

@@ -17,14 +17,7 @@ import pytest
 from support.recorded import DEVICES, HOPPER, Asked, Device, Launch, Recorded, recorded_once
 
 from pagedtree import _C
-from pagedtree.tools.cubin import (
-    Kernel,
-    cuda_library,
-    extract_cubins,
-    find_cuobjdump,
-    read_kernels,
-    read_launch_bounds,
-)
+from pagedtree.tools.cubin import Kernel, cuda_library, extract_cubins, find_cuobjdump, read_kernels, read_launch_bounds
 
 LIBRARY = cuda_library()
 pytestmark = [

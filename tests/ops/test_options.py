@@ -7,11 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.batches import (
-    WEIGHED,
-    batch_of,
-    check_verdict,
-)
+from support.batches import WEIGHED, batch_of, check_verdict
 
 from pagedtree import RequestOptions, SamplingParams, reference, sample, verify_rejection, verify_sampled
 

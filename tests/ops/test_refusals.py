@@ -232,12 +232,8 @@ REFUSALS: Table = {
         ({"k": lambda t: t.repeat(1, 3, 1)}, "v: a multiple of 3 heads, those of k, got 2"),
         ({"accept_index": None}, "accept_index: a Tensor with trees, got None"),
     ],
-    "causal_delta_rule": [
-        ({"g": lambda t: t[:, :1]}, "g: shape [8, 2] ..., got [8, 1]"),
-    ],
-    "causal_advance_state": [
-        ({"num_accepted": int32([0])}, "num_accepted: None without trees, got a Tensor"),
-    ],
+    "causal_delta_rule": [({"g": lambda t: t[:, :1]}, "g: shape [8, 2] ..., got [8, 1]")],
+    "causal_advance_state": [({"num_accepted": int32([0])}, "num_accepted: None without trees, got a Tensor")],
     "tree_conv1d": [
         ({"weight": lambda t: t.repeat(1, 5)[:, :17]}, "weight: 1 to 16 taps, got 17"),
         ({"conv_state": lambda t: t[..., 1:]}, "conv_state: shape [*, 6, 3] ..., got [3, 6, 2]"),
@@ -270,9 +266,7 @@ REFUSALS: Table = {
         ({"options": counts(lambda t: t[:1])}, "output_counts: shape"),
         ({"options": lambda o: replace(o, allowed_mask=o.allowed_mask.repeat(1, 2))}, "allowed_mask: shape"),
     ],
-    "token_logprobs_of_all_rows": [
-        ({"tokens": lambda t: t[:1]}, "tokens: shape [2] ..., got [1]"),
-    ],
+    "token_logprobs_of_all_rows": [({"tokens": lambda t: t[:1]}, "tokens: shape [2] ..., got [1]")],
     "start_draft": [
         ({"root_tokens": Tensor.int}, "root_tokens: int64 ..."),
         ({"max_kv_nodes": 0}, "max_kv_nodes: 1..1024, got 0"),
@@ -346,10 +340,7 @@ REFUSALS: Table = {
             {"verdict": lambda v: v._replace(num_accepted=v.num_accepted.repeat(2))},
             "num_accepted: shape [1] ..., got [2]",
         ),
-        (
-            {"verdict": lambda v: v._replace(accept_index=v.accept_index[0])},
-            "accept_index: shape [*, *] ..., got [2]",
-        ),
+        ({"verdict": lambda v: v._replace(accept_index=v.accept_index[0])}, "accept_index: shape [*, *] ..., got [2]"),
         ({"trees": lambda t: replace(t, cu_nodes=t.cu_nodes.repeat(2))}, "cu_nodes: shape [2] ..., got [4]"),
         ({"start": Tensor.long}, "start: dtype torch.int32, got torch.int64"),
         ({"history": None}, "history_lens: a Tensor if, and only if, history is one, got a tensor"),
@@ -419,31 +410,19 @@ SLOTS = [({"slots": with_value((1,), x)}, f"slots[1]: -1..23, got {x}") for x in
 POSITIONS = [({"positions": with_value((1,), x)}, f"positions[1]: 0..8, got {x}") for x in (-1, 9, 2**62)]
 # Values checked under PAGEDTREE_CHECK=1.
 BAD_VALUES: Table = {
-    "attention_plan": [
-        ({"cu_seqlens_q": with_value((2,), 3)}, "cu_seqlens_q: non-descending, got [0, 5, 3]"),
-    ],
+    "attention_plan": [({"cu_seqlens_q": with_value((2,), 3)}, "cu_seqlens_q: non-descending, got [0, 5, 3]")],
     "slot_mapping": [
         ({"cu_seqlens_q": with_value((0,), 1)}, "cu_seqlens_q[0]: 0, got 1"),
         ({"cu_seqlens_q": with_value((2,), 3)}, "cu_seqlens_q: non-descending, got [0, 5, 3]"),
         ({"total_q": 7}, "cu_seqlens_q: at most 7 rows, got 8"),
         ({"seq_lens": with_value((0,), 4)}, "seq_lens[0]: at least its 5 queries, got 4"),
-        (
-            {"seq_lens": with_value((1,), 13)},
-            "page_table: pages for position 12 of sequence 1, got 3 pages of 4",
-        ),
+        ({"seq_lens": with_value((1,), 13)}, "page_table: pages for position 12 of sequence 1, got 3 pages of 4"),
         ({"seq_lens": with_value((1,), 9)}, "page_table[1, 2]: a page id in ..., got -1"),
         ({"page_table": with_value((1, 1), 0)}, "page_table[1, 1]: a page that no other sequence writes, got 0"),
     ],
-    "append_kv": [
-        *SLOTS,
-    ],
-    "append_kv_latent": [
-        *SLOTS,
-    ],
-    "rope_append": [
-        *SLOTS,
-        *POSITIONS,
-    ],
+    "append_kv": [*SLOTS],
+    "append_kv_latent": [*SLOTS],
+    "rope_append": [*SLOTS, *POSITIONS],
     "compact_kv": [
         ({"accept_index": with_value((0, 0), 1)}, "accept_index[0, 0]: 0, the root, got 1"),
         ({"accept_index": with_value((1, 1), 0)}, "accept_index[1, 1]: greater than the node before it, got 0"),
@@ -463,9 +442,7 @@ BAD_VALUES: Table = {
         ({"state_index": with_value((1,), 3)}, "state_index[1]: -1..2, got 3"),
         ({"trees": lambda t: replace(t, cu_nodes=with_value((1,), 9)(t.cu_nodes))}, "cu_nodes: non-descending"),
     ],
-    "advance_state": [
-        ({"accept_index": with_value((0, 0), 1)}, "accept_index[0, 0]: 0, the root, got 1"),
-    ],
+    "advance_state": [({"accept_index": with_value((0, 0), 1)}, "accept_index[0, 0]: 0, the root, got 1")],
     "build_trees": [
         ({"cu_nodes": with_value((0,), 1)}, "cu_nodes[0]: 0, got 1"),
         ({"cu_nodes": with_value((1,), 9)}, "cu_nodes: non-descending, got [0, 9, 6]"),
@@ -486,11 +463,9 @@ BAD_VALUES: Table = {
         ({"node_map": lambda t: t[:2]}, "cu_nodes: at most 2 rows, got 3"),
         ({"history_rows": with_value((0,), 1)}, "history_rows[0]: -1..0, got 1"),
     ],
-    "ngram_propose": [
-        ({"history_lens": with_value((2,), 31)}, "history_lens[2]: 0..30, got 31"),
-    ],
+    "ngram_propose": [({"history_lens": with_value((2,), 31)}, "history_lens[2]: 0..30, got 31")],
     "select_nodes": [
-        ({"trees": lambda t: replace(t, cu_nodes=with_value((1,), 9)(t.cu_nodes))}, "cu_nodes: non-descending"),
+        ({"trees": lambda t: replace(t, cu_nodes=with_value((1,), 9)(t.cu_nodes))}, "cu_nodes: non-descending")
     ],
 }
 

@@ -216,10 +216,7 @@ def assert_same_batches(batch: TreeBatch, expected: TreeBatch) -> None:
         assert torch.equal(getattr(batch, name), tensor), name
 
 
-@given(
-    parts=st.lists(st.lists(tree_parents(40), max_size=3), min_size=1, max_size=4),
-    spare=st.integers(0, 3),
-)
+@given(parts=st.lists(st.lists(tree_parents(40), max_size=3), min_size=1, max_size=4), spare=st.integers(0, 3))
 @example(parts=[[[-1]], [[-1] + [0] * 69]], spare=0)  # masks of one word and of three
 @example(parts=[[], []], spare=2)
 def test_concatenate_as_if_made_at_once(backend, device, parts, spare) -> None:

@@ -27,14 +27,7 @@ from support.batches import (
 )
 from torch import Tensor
 
-from pagedtree import (
-    SamplingParams,
-    TreeBatch,
-    verify_block,
-    verify_greedy,
-    verify_sampled,
-    verify_typical,
-)
+from pagedtree import SamplingParams, TreeBatch, verify_block, verify_greedy, verify_sampled, verify_typical
 
 FAR = 2**31 - 1
 STRANGE = [math.nan, math.inf, -math.inf, -1.0, 0.0, 0.2, 0.5, 1.0, 3e38, 1e-45]

@@ -97,10 +97,7 @@ def test_backends_export_their_tables_only():
 
 
 DRIVERS = {  # (the driver's CUDA, the build's CUDA): message
-    (
-        12080,
-        13000,
-    ): "the NVIDIA driver is for CUDA 12.8, but pagedtree is built with CUDA 13.0: update the driver to"
+    (12080, 13000): "the NVIDIA driver is for CUDA 12.8, but pagedtree is built with CUDA 13.0: update the driver to"
     " one for CUDA 13, or build pagedtree with nvcc of CUDA 12",
     (12000, 12080): "the NVIDIA driver is for CUDA 12.0, but pagedtree's kernels take more than 4 KB of parameters:"
     " update the driver to one for CUDA 12.1 (R530) or later",

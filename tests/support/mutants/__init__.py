@@ -172,9 +172,7 @@ REQUESTS = [
         "the node itself is not on its path", "PathPlace path() const { return {o, root, node}; }",
         "PathPlace path() const { return {o, root, node == 0 ? 0 : o.parents[root + node]}; }",
     ),
-    of_options(
-        "bias after penalties", PENALISED.format("biased"), PENALISED.format("biased - bias") + " + bias"
-    ),
+    of_options("bias after penalties", PENALISED.format("biased"), PENALISED.format("biased - bias") + " + bias"),
     of_options(
         "frequency counts once", "M::fma(M::splat(penalties.frequency), count,",
         "M::fma(M::splat(penalties.frequency), M::select(said, M::splat(1.0f), M::splat(0.0f)),",
@@ -198,9 +196,7 @@ REQUESTS = [
     of_options("the first sequence's options for all", "sequence(b), root(row)", "sequence(0), root(row)"),
     of_options("words begin before history_start", "} else if (left > start) {", "} else if (left > 0) {"),
     of_options("words do not end in the path", "if (!at.at_root()) {\n        token", "if (false) {\n        token"),
-    of_options(
-        "stop ids one token too late", "+ 1) < o.min_position[sequence]", "+ 1) <= o.min_position[sequence]"
-    ),
+    of_options("stop ids one token too late", "+ 1) < o.min_position[sequence]", "+ 1) <= o.min_position[sequence]"),
     of_options(
         "the root's position for all nodes", "o.cu_nodes == nullptr || node == 0 ? 0 : o.depths[root + node];", "0;"
     ),
@@ -368,24 +364,17 @@ CHOICE = [
         "else d.draft_rows + before", "else d.draft_rows",
         ("tests/generation/test_generate_rules.py",), "python", "two",
     ),
-    of_drafts(
-        "drafters that cost nothing", "drafters/combined",
-        "(1.0 + sum(costs[d] for d in set(way)))", "1.0",
-    ),
+    of_drafts("drafters that cost nothing", "drafters/combined", "(1.0 + sum(costs[d] for d in set(way)))", "1.0"),
     of_drafts(
         "what was counted for one sequence counts for all", "drafters/combined",
         "return of_all if odds is None", "return of_all if True",
     ),
-    of_drafts(
-        "a drafter that was bad once is never asked again", "drafters/combined", ">= LOOK_AFTER", ">= 10**9",
-    ),
+    of_drafts("a drafter that was bad once is never asked again", "drafters/combined", ">= LOOK_AFTER", ">= 10**9"),
 ]  # fmt: skip
 
 LIMITS = [
     of_limits("trees that are not cut", "drafters/limits", "draft.trees.max_depth > min(self._limits)", "False"),
-    of_limits(
-        "trees of captured steps that are not cut", "fixed_step", "draft.trees.max_depth > 0", "False",
-    ),
+    of_limits("trees of captured steps that are not cut", "fixed_step", "draft.trees.max_depth > 0", "False"),
     of_limits("nodes that reach one token too far", "drafters/limits", "max_length - 2", "max_length - 1"),
     of_limits(
         "trees of a batch cut by the limits of others", "drafters/limits",
@@ -395,9 +384,7 @@ LIMITS = [
         "a draft model that is asked past its positions", "drafters/limits",
         "if count is None or s.root < count]", "if True]",
     ),
-    of_limits(
-        "levels read past the last position", "drafters/model", "self.num_positions - 1)", "self.num_positions)",
-    ),
+    of_limits("levels read past the last position", "drafters/model", "self.num_positions - 1)", "self.num_positions)"),
 ]  # fmt: skip
 
 TOP = [

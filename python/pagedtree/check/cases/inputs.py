@@ -12,12 +12,7 @@ from torch import Tensor
 from pagedtree import DraftTree
 from pagedtree.bits import packed
 
-DTYPES = {
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "fp8": torch.float8_e4m3fn,
-}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 PAGE_SIZES = (1, 7, 16, 61)
 LAYOUTS = ("nhd", "hnd", "stacked", "packed", "padded")
 MARGINS = {"padded": (16, 16), "sparse": (2, 1)}  # elements around a row; "sparse": odd strides, for the CPU alone

@@ -13,14 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedtree import (
-    SamplingParams,
-    reference,
-    verify_block,
-    verify_rejection,
-    verify_traversal,
-    verify_typical,
-)
+from pagedtree import SamplingParams, reference, verify_block, verify_rejection, verify_traversal, verify_typical
 from pagedtree.check.case import Case, Place, Results
 from pagedtree.check.cases.inputs import float32, normal, seeded, streams_of, uniform
 from pagedtree.check.cases.verification import (

@@ -118,8 +118,7 @@ def _commit(
         long = {"last_token", "accept_rows", "draft_missing"}
         results = {
             field: torch.tensor(
-                values,
-                dtype=torch.bool if field == "finished" else torch.int64 if field in long else torch.int32,
+                values, dtype=torch.bool if field == "finished" else torch.int64 if field in long else torch.int32
             )
             for field, values in fields.items()
             if not (bare and field.startswith("draft_"))

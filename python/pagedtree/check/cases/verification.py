@@ -212,11 +212,7 @@ class Problem:
         cu_nodes = offsets([len(tree) for tree in self.parents])
         trees = build_trees(place.put(parents), place.put(cu_nodes), max_nodes=self.max_nodes, max_depth=self.max_depth)
         mask = self.allowed if self.allowed is None or not self.packed else as_words(self.allowed.numpy())
-        options = {
-            "grammar_mask": mask,
-            "draft_to_target": self.draft_to_target,
-            "tokens_left": self.tokens_left,
-        }
+        options = {"grammar_mask": mask, "draft_to_target": self.draft_to_target, "tokens_left": self.tokens_left}
         arguments: dict[str, Any] = place.put({key: x for key, x in options.items() if x is not None})
         return (place.put(self.logits), place.put(self.drafts), trees), arguments
 

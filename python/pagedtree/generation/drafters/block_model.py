@@ -19,13 +19,7 @@ from pagedtree.generation.drafters.rotary_config import Rotary
 from pagedtree.generation.drafters.target import Target, call_shared
 
 # Ignored tensors: copies of the target's weights, and t2d, which follows from d2t.
-NOT_READ = (
-    "embed_tokens.weight",
-    "lm_head.weight",
-    "verifier_lm_head.weight",
-    "verifier_norm.weight",
-    "t2d",
-)
+NOT_READ = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight", "t2d")
 
 CODEBOOKS = ("predecessor", "successor")
 
