@@ -100,15 +100,17 @@ class ChipDraw {
 
   __device__ bool greedy() const { return !kSampled || sampling_.temperature == 0.0f; }
 
-  // Samples the row that was copied last into the buffer, or returns kTooMany.
-  __device__ __forceinline__ int32_t token(int buffer, int64_t position, bool& bad) {
+  // Samples row n, which was copied last into the buffer, or returns kTooMany.
+  __device__ __forceinline__ int32_t token(const LogitsParams& logits, int64_t n, int buffer, int64_t position,
+                                           bool& bad) {
+    const auto receive = [&] { slice_.receive(buffer, logits, [&] { return logit_row(logits, n); }); };
     float min_x = -kInfinity;
     Scale scale{0.0f, 1.0f};
     if (!greedy()) {
       scale.inverse_temperature = inverse_temperature(sampling_.temperature);
       min_x = min_p_bound(sampling_.min_p);
       if (sampling_.top_p < 1.0f || sampling_.cuts_by_count(vocab_)) {
-        slice_.wait(buffer);
+        receive();
         KeptTokens<Slice> kept{slice_, *static_cast<KeptCandidates*>(room_), sampling_, vocab_, min_x, scale};
         const uint64_t best = kept.best_of_row(buffer, seed_, position, bad);
         if (best == kept.kTooMany) return kTooMany;
@@ -120,7 +122,7 @@ class ChipDraw {
       race.draw_groups();
       if (threadIdx.x == 0) shared_.bound = order_key<ScalarMath>(-kInfinity);
     }
-    slice_.wait(buffer);
+    receive();
     uint64_t best = slice_.template best_of_row<kSampled>(buffer, bad);
     if (!greedy()) {
       race.scale.peak = ranked_value(best);
@@ -143,8 +145,7 @@ inline bool may_be_on_chip(const LogitsParams& logits, const OptionsParams& opti
   const int64_t size = logits.dtype == DType::kFloat32 ? 4 : 2;
   const bool in_words = reinterpret_cast<uintptr_t>(logits.data) % kWordBytes == 0 &&
                         logits.vocab * size % kWordBytes == 0 && logits.row_stride * size % kWordBytes == 0;
-  const bool has_grammar = logits.allowed != nullptr || logits.allowed_words != nullptr;
-  return device_limits().capability == 90 && in_words && !has_grammar && !options.used &&
+  return device_limits().capability == 90 && in_words && !options.used &&
          resolved_engine(engine_from_environment(), device_limits()) == MatrixEngine::kWgmma;
 }
 

@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kRowThreads, kChipCtas)
                               static_cast<uint64_t>(p.seeds[r]), static_cast<int32_t>(p.logits.vocab));
   ptx::meet_cluster();
   bool bad = false;
-  const int32_t token = draw.token(0, integer_at(p.positions, r), bad);
+  const int32_t token = draw.token(p.logits, r, 0, integer_at(p.positions, r), bad);
   if (leads_cluster()) p.tokens[r] = token;
   ptx::meet_cluster();  // no stores may arrive after a CTA's exit
 }

@@ -1,5 +1,5 @@
-// Hopper: a row of logits on chip. Each CTA of a cluster bulk-copies a slice to shared memory and replaces NaN and +inf
-// there. CTAs exchange values by st.async with mbarriers instead of cluster barriers.
+// Hopper: a row of logits on chip. Each CTA of a cluster bulk-copies a slice to shared memory and replaces NaN, +inf
+// and forbidden tokens there. CTAs exchange values by st.async with mbarriers instead of cluster barriers.
 #pragma once
 
 #include "cuda/logits/kept_tokens.cuh"
@@ -72,6 +72,14 @@ class LogitsSlice {
   }
   __device__ __forceinline__ void wait(int buffer) const {
     ptx::mbar_wait(&shared_.copied[buffer], ~(turns_.copies >> buffer) & 1u);
+  }
+
+  // Waits for row_of(), and forbids tokens by its grammar, if any row of `logits` has one, in place.
+  template <typename Logits, typename RowOf>
+  __device__ __forceinline__ void receive(int buffer, const Logits& logits, RowOf row_of) const {
+    wait(buffer);
+    if (logits.allowed != nullptr || logits.allowed_words != nullptr)
+      forbid(words(buffer), count_, token_of(0), row_of());
   }
 
   // Returns CTA i's value to lane i, 0 past the last. Synchronizes each CTA.
@@ -254,6 +262,35 @@ class LogitsSlice {
       for (int i = 0; i < kOfWord; ++i) equal |= uint32_t{stored.value(number_of(stored, of_word, i)) == best} << i;
       return ranked(best, token_of(word) + __ffs(static_cast<int>(equal)) - 1) & ~kTokenBit;
     }
+  }
+
+  // A NaN stays, even if forbidden, for the row is bad then.
+  static __device__ __attribute__((noinline)) void forbid(uint4* words, int count, int first, LogitRow row) {
+    const Stored stored(kDType);
+    const uint32_t infinity = stored.infinity(), sign = Stored::kWide ? 0x80000000u : 0x8000u;
+    const auto left = [&](uint32_t bits, bool allowed) {
+      return allowed || (bits & ~sign) > infinity ? bits : infinity | sign;
+    };
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x)) {
+      const int token = first + i * kOfWord;
+      uint32_t allowed = 0;
+      if (row.allowed_words != nullptr) allowed = static_cast<uint32_t>(row.allowed_words[token / 32]) >> token % 32;
+#pragma unroll 1
+      for (int j = 0; j < kOfWord && row.allowed_words == nullptr; ++j)
+        allowed |= uint32_t{row.allowed[token + j] != 0} << j;
+      uint4 word = words[i];
+#pragma unroll 1
+      for (int j = 0; j < 4; ++j, allowed >>= kOfWord / 4) {  // rotates the registers
+        const uint32_t kept = Stored::kWide
+                                  ? left(word.x, allowed & 1u)
+                                  : left(word.x & 0xffffu, allowed & 1u) | left(word.x >> 16, allowed & 2u) << 16;
+        word = {word.y, word.z, word.w, kept};
+      }
+      words[i] = word;
+    }
+    ptx::fence_proxy_async();
+    __syncthreads();
   }
 
   // Cleans the slice in place; zeros if no logit of the row is finite. Rare.

@@ -21,8 +21,9 @@ struct RowOnChip {
   __device__ RowOnChip(KeptShared& kept, bool is_known)
       : shared(ptx::shared<KeptOnChip>()),
         slice(shared.slice, shared.words, kept.distributions.target.row.vocab, shared.turns) {
-    slice.copy(kept.distributions.target.row, 0);
-    slice.wait(0);
+    const LogitRow& row = kept.distributions.target.row;
+    slice.copy(row, 0);
+    slice.receive(0, row, [&] { return row; });
     if (is_known) slice.apply(kept.distributions.target);
   }
   __device__ ~RowOnChip() {

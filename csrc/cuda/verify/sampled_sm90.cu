@@ -62,7 +62,8 @@ __global__ void __launch_bounds__(kRowThreads, kChipCtas)
     const bool sends_ahead = buffers > 1 && children.first >= 0;
     if (sends_ahead) slice.copy(logit_row(p.logits, walk.rows.begin + children.first), 1 - at);
     bool bad = false;
-    const int32_t token = draw.token(at, draw.greedy() ? 0 : position_at(root_position_of(p, walk.b), walk.depth), bad);
+    const int32_t token = draw.token(p.logits, walk.row(), at,
+                                     draw.greedy() ? 0 : position_at(root_position_of(p, walk.b), walk.depth), bad);
     if (token == draw.kTooMany) {
       walk.status = kLeftToOthers;
       break;

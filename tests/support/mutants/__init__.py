@@ -270,7 +270,7 @@ ON_CHIP = [
             "    ptx::mbar_wait(&shared.exchanged[at], turn >> 1 & 1);\n", ""),
     of_chip("tokens of other CTAs that are not waited for", "slice",
             "    ptx::mbar_wait(&shared_.gathered, turns_.lists++ & 1u);\n", ""),
-    of_chip("a slice mended before it arrived", "draws_sm90", "    slice_.wait(buffer);\n    uint64_t", "uint64_t"),
+    of_chip("a slice mended before it arrived", "draws_sm90", "    receive();\n    uint64_t", "uint64_t"),
 ]  # fmt: skip
 
 DRAFTED = [

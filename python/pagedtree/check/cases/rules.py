@@ -64,7 +64,8 @@ def cases() -> Iterator[Case]:
                 name = f"{draft_law}/hostile rows/V {vocab}"
                 yield _rule(op, name, hostile, SAMPLINGS["all filters"], draft_law, own_coins=True, loops=False)
             for i, dtype in enumerate(("fp32", "fp16", "bf16")):
-                problem, name = _trees(chains, 40, dtype=dtype), f"{draft_law}/on chip/{dtype}"
+                problem = _trees(chains, 40, dtype=dtype, masked=i > 0, forbidden_row=-1)
+                name = f"{draft_law}/on chip/{dtype}"
                 params = {"top_p": 0.9} if i == 1 and draft_law != "onehot" else None
                 yield _rule(op, name, problem, SAMPLINGS["all filters"], draft_law, draft_params=params, on_chip=True)
             hostile = _trees(chains, 33_000, hostile=True)
