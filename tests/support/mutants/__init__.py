@@ -271,6 +271,7 @@ ON_CHIP = [
     of_chip("tokens of other CTAs that are not waited for", "slice",
             "    ptx::mbar_wait(&shared_.gathered, turns_.lists++ & 1u);\n", ""),
     of_chip("a slice mended before it arrived", "draws_sm90", "    receive();\n    uint64_t", "uint64_t"),
+    of_chip("a grammar that forbids other tokens of a slice", "slice", "count_, token_of(0), row", "count_, 0, row"),
 ]  # fmt: skip
 
 DRAFTED = [
