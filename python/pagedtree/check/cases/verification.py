@@ -84,7 +84,7 @@ def chip_cases() -> Iterator[Case]:
     for dtype, vocab in (("fp16", 40), ("bf16", 4000), ("fp32", 9000)):
         rows = hostile_rows(vocab + 5, DTYPES[dtype])[:, :vocab]
         yield _sample(f"on chip/{dtype}/V {vocab}", rows, SAMPLINGS, on_chip=True)
-    packed = forest("packed grammar mask, whole words", 6, 1064, masked=True, packed=True)
+    packed = forest("packed grammar mask/V 66016", 2, 66_016, nodes=4, masked=True, packed=True)
     names = ("fp16", "30 trees/fp32", "three trees/V 66000", "hostile rows", "1000 nodes", "grammar mask", packed.name)
     for problem in (*problems(), packed):
         if problem.name in names:
