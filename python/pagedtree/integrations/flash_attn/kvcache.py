@@ -24,40 +24,17 @@ INTEGERS = ("cache_seqlens", "cache_batch_idx", "block_table", "page_table", "cu
 
 @checked(integers=(*INTEGERS, "rotary_seqlens"))
 def flash_attn_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    cache_seqlens: int | Tensor | None = None,
-    cache_batch_idx: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    block_table: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    alibi_slopes: Tensor | None = None,
-    num_splits: int = 0,
-    return_softmax_lse: bool = False,
-    *,
-    page_table: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k_new: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    rotary_seqlens: Tensor | None = None,
-    qv: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    attention_chunk: int = 0,
-    scheduler_metadata: Tensor | None = None,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
-) -> Tensor | tuple[Tensor, Tensor]:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
+    rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
+    return_softmax_lse: bool = False, *, page_table: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None, max_seqlen_q: int | None = None, rotary_seqlens: Tensor | None = None,
+    qv: Tensor | None = None, q_descale: Tensor | None = None, k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None, attention_chunk: int = 0, scheduler_metadata: Tensor | None = None,
+    pack_gqa: bool | None = None, sm_margin: int = 0,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attends n queries per sequence to a cache, after appending k and v to it.
 
     Args:
@@ -114,54 +91,59 @@ def flash_attn_with_kvcache(
         raise refusal("rotary_cos", "rotary_sin and k with it", "only a part of them")
     scales: dict[str, Any] = {"k_scale": scale_of("k_descale", k_descale), "v_scale": scale_of("v_descale", v_descale)}
     if k is not None and v is not None:
-        new_offsets = cu_seqlens_k_new
-        for name, new in (("k", k), ("v", v)):
-            if cu_seqlens_k_new is None and (new.dim() != 4 or new.shape[0] != batch):
-                raise refusal(name, f"[{batch}, new, heads, dim]", f"shape {[*new.shape]}")
-            expect_dims("[batch, new, heads, dim]" if cu_seqlens_k_new is None else "[new, heads, dim]", **{name: new})
-        if new_offsets is None:
-            new_offsets = even_offsets(batch, k.shape[1], device)
-            k, v = k.flatten(0, 1), v.flatten(0, 1)
-        elif new_offsets.numel() != batch + 1:
-            raise refusal("cu_seqlens_k_new", f"shape [{batch + 1}]", [*new_offsets.shape])
+        rotary: dict[str, Any] = {"interleaved": rotary_interleaved}
+        if rotary_cos is not None and rotary_sin is not None and batch > 0:
+            rotary["cos_sin"] = torch.cat([rotary_cos, rotary_sin], -1)
         starts = seq_lens if rotary_seqlens is None else as_int32(rotary_seqlens)
-        seq_lens = seq_lens + new_offsets.diff().int()
-        slots = slot_mapping(block_table, seq_lens, new_offsets.int(), page_size, total_q=k.shape[0])
-        converted = scales if k.dtype != k_cache.dtype else {}
-        if rotary_cos is None or rotary_sin is None or batch == 0:
-            append_kv(k, v, k_cache, v_cache, slots, **converted)
-        else:
-            cos_sin = torch.cat([rotary_cos, rotary_sin], -1)
-            rotate: dict[str, Any] = {"cos_sin": cos_sin, "k_cache": k_cache, "interleaved": rotary_interleaved}
-            is_per_row = causal or max(window_size) >= 0
-            positions = _positions(starts, new_offsets, k.shape[0], True)
-            if is_per_row and q.dim() == 4 and cu_seqlens_k_new is None and len(rows) == len(k):
-                rows = rope_append(rows, k, v, positions, v_cache=v_cache, slots=slots, **rotate, **converted)
-            else:
-                rope_append(k, k, v, positions, v_cache=v_cache, slots=slots, **rotate, **converted)
-                positions = _positions(starts, offsets, rows.shape[0], is_per_row)
-                keys = rows[:, : k_cache.shape[2]]  # of no meaning: no slot takes them
-                no_slots = torch.full_like(positions, -1)
-                rows = rope_append(rows, keys, None, positions, v_cache=None, slots=no_slots, **rotate)
-    capacity = block_table.shape[1] * page_size
-    out, lse = tree_attention(
-        rows,
-        k_cache,
-        v_cache,
-        block_table,
-        seq_lens,
-        offsets,
-        max_seqlen_q=None if longest is None else max(longest, 1),
-        scale=softmax_scale,
-        softcap=softcap,
-        **scales,
-        **visibility(rows.shape[0], offsets, seq_lens, capacity, causal, window_size),
-        return_lse=True,
-    )
+        is_per_row, is_even = causal or max(window_size) >= 0, cu_seqlens_q is None and cu_seqlens_k_new is None
+        cache, rotated = (k_cache, v_cache, block_table), (rows, offsets, starts, is_per_row, is_even)
+        rows, seq_lens = _append(k, v, cu_seqlens_k_new, cache, seq_lens, rotated, rotary, scales)
+    sees = visibility(rows.shape[0], offsets, seq_lens, block_table.shape[1] * page_size, causal, window_size)
+    how = {"max_seqlen_q": None if longest is None else max(longest, 1), "scale": softmax_scale, "softcap": softcap}
+    call = sees | how | scales
+    out, lse = tree_attention(rows, k_cache, v_cache, block_table, seq_lens, offsets, **call, return_lse=True)
     out = out.view(*q.shape[:-1], v_cache.shape[-1])
     if not return_softmax_lse:
         return out
     return out, (lse if cu_seqlens_q is not None else lse.view(*q.shape[:-1])).transpose(-1, -2).contiguous()
+
+
+def _append(
+    k: Tensor, v: Tensor, new_offsets: Tensor | None, cache: tuple[Tensor, Tensor, Tensor], seq_lens: Tensor,
+    rotated: tuple[Tensor, Tensor, Tensor, bool, bool], rotary: dict[str, Any], scales: dict[str, Any],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Appends k and v, and rotates them and the queries if `rotary` has angles; returns queries and new lengths.
+
+    rotated: queries, their offsets, the sequences' first positions, whether each query has a position of its own, and
+    whether queries and keys are even.
+    """
+    (k_cache, v_cache, block_table), batch = cache, seq_lens.shape[0]
+    rows, offsets, starts, is_per_row, is_even = rotated
+    form = "[batch, new, heads, dim]" if new_offsets is None else "[new, heads, dim]"
+    for name, new in (("k", k), ("v", v)):
+        if new_offsets is None and (new.dim() != 4 or new.shape[0] != batch):
+            raise refusal(name, f"[{batch}, new, heads, dim]", f"shape {[*new.shape]}")
+        expect_dims(form, **{name: new})
+    if new_offsets is None:
+        new_offsets = even_offsets(batch, k.shape[1], k.device)
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+    elif new_offsets.numel() != batch + 1:
+        raise refusal("cu_seqlens_k_new", f"shape [{batch + 1}]", [*new_offsets.shape])
+    seq_lens = seq_lens + new_offsets.diff().int()
+    slots = slot_mapping(block_table, seq_lens, new_offsets.int(), k_cache.shape[1], total_q=k.shape[0])
+    converted = scales if k.dtype != k_cache.dtype else {}
+    if "cos_sin" not in rotary:
+        append_kv(k, v, k_cache, v_cache, slots, **converted)
+        return rows, seq_lens
+    rotary["k_cache"] = k_cache
+    positions = _positions(starts, new_offsets, k.shape[0], True)
+    if is_per_row and is_even and len(rows) == len(k):
+        return rope_append(rows, k, v, positions, v_cache=v_cache, slots=slots, **rotary, **converted), seq_lens
+    rope_append(k, k, v, positions, v_cache=v_cache, slots=slots, **rotary, **converted)
+    positions = _positions(starts, offsets, rows.shape[0], is_per_row)
+    keys = rows[:, : k_cache.shape[2]]  # of no meaning: no slot takes them
+    no_slots = torch.full_like(positions, -1)
+    return rope_append(rows, keys, None, positions, v_cache=None, slots=no_slots, **rotary), seq_lens
 
 
 def _positions(starts: Tensor, offsets: Tensor, rows: int, each: bool) -> Tensor:
