@@ -112,10 +112,9 @@ def _append(
     k: Tensor, v: Tensor, new_offsets: Tensor | None, cache: tuple[Tensor, Tensor, Tensor], seq_lens: Tensor,
     rotated: tuple[Tensor, Tensor, Tensor, bool, bool], rotary: dict[str, Any], scales: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Appends k and v, and rotates them and the queries if `rotary` has angles; returns queries and new lengths.
+    """Appends k and v; rotates them and the queries if `rotary` has angles. Returns queries and new lengths.
 
-    rotated: queries, their offsets, the sequences' first positions, whether each query has a position of its own, and
-    whether queries and keys are even.
+    rotated: queries, offsets, first positions, is_per_row, is_even (one query a new key).
     """
     (k_cache, v_cache, block_table), batch = cache, seq_lens.shape[0]
     rows, offsets, starts, is_per_row, is_even = rotated
@@ -147,6 +146,6 @@ def _append(
 
 
 def _positions(starts: Tensor, offsets: Tensor, rows: int, each: bool) -> Tensor:
-    """int64 [rows]: the position that each row is rotated by; without `each` its sequence's first."""
+    """Each row's position, int64 [rows]; without `each` its sequence's first."""
     sequence, index = rows_in_sequences(offsets, rows)
     return starts.long()[sequence] + (index if each else 0)

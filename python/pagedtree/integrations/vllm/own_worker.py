@@ -1,4 +1,4 @@
-"""The check that a vLLM process runs a worker of ours."""
+"""The check of vLLM's worker."""
 
 from __future__ import annotations
 
