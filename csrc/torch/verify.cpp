@@ -202,8 +202,10 @@ VerdictTensors verify_by_ratio(const Tensor& logits, PT_TREE_PARAMETERS, PT_SAMP
   const Tensor frames = made(logits, {walks, verify.max_depth + 1, kWordsOf<TraversalFrame>}, params.frames);
   VerdictTensors verdict = make_verdict(check, logits, tokens_left, verify);
   const Backend& backend = backend_for(logits);
-  const bool lists = (Rule::kNeeds & kChains) != 0 && backend.max_option_rows > 0 && !verify.options.used;
+  const bool lists = (Rule::kNeeds & kChains) != 0 && backend.max_option_rows > 0 && !verify.options.used &&
+                     verify.logits.num_rows <= kMaxListedNodes;
   const Tensor nodes = made(logits, {lists ? verify.logits.num_rows : 0, kWordsOf<ListedNode>}, params.nodes);
+  if (!lists) params.nodes = nullptr;
   const Tensor option_rows = add_option_rows(logits, backend, verify.batch, verify.logits.vocab, verify.options);
   (backend.*Rule::kRun)(params, context_for(logits));
   return verdict;

@@ -28,6 +28,7 @@ struct ListedNode {
   NodeDistributions distributions;
   KeptList list;  // size 0: none, or too many tokens
 };
+constexpr int64_t kMaxListedNodes = (int64_t{1} << 30) / sizeof(ListedNode);  // 1 GiB
 
 // Counts 0 / 0 as its limit, even if rounding leaves a little more than 0.
 PT_HOST_DEVICE double acceptance_of(double z, double weight) {

@@ -40,7 +40,7 @@ struct RatioParams {
   const float* coins;             // [N] or null
   const float* final_coins;       // [B] or null
   TraversalFrame* frames;         // [B, max_depth + 1] scratch of verify_traversal
-  ListedNode* nodes;              // [N] scratch of verify_block on CUDA, unless options are used
+  ListedNode* nodes;              // [N] scratch of verify_block on CUDA; nullptr: nodes are read in turn
   DraftLaw law;
   float epsilon, delta;  // of verify_typical
 };

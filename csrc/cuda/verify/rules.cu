@@ -34,8 +34,9 @@ template <Rule kRule>
 void walk_trees(const RatioParams& p, const ExecContext& ctx) {
   const int64_t vocab = p.verify.logits.vocab;
   // A draft's logits share the code of its list.
-  const bool by_lists =
-      !p.verify.options.used && (p.draft_sampling.temperature == nullptr || p.draft.dtype == p.verify.logits.dtype);
+  const bool by_lists = !p.verify.options.used &&
+                        (p.draft_sampling.temperature == nullptr || p.draft.dtype == p.verify.logits.dtype) &&
+                        (!kListsNodes<kRule> || p.nodes != nullptr);
   if (by_lists && !rules_on_chip<kRule>(p, ctx)) {
     with_logit_dtype(p.verify.logits.dtype, [&](auto dtype) {
       launch_rows(kept_kernel<dtype, kRule>, count_kept<kRule>(p), vocab, kRulesThreads, sizeof(KeptShared), ctx.stream,
