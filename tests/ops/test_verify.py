@@ -15,7 +15,7 @@ from pagedtree.testing import use_backend
 @pytest.mark.skipif(simt_library() is None, reason="built without simt")
 @pytest.mark.parametrize(
     ("case", "kernels"),
-    [("greedy", ["walk_sm90"]), ("sampled", ["walk_sm90", "walk"]), ("shifted", ["walk"]), ("masked", ["walk"]),
+    [("greedy", ["walk_sm90"]), ("sampled", ["walk_sm90", "walk"]), ("shifted", ["walk"]), ("masked", ["walk_sm90"]),
      ("untested", ["walk"]), ("odd", ["walk"]), ("large", ["walk"])],
 )  # fmt: skip
 def test_kernel_choice_by_shared_memory(monkeypatch, case, kernels):
