@@ -60,7 +60,9 @@ def _public_function(name: str) -> str:
 
     def is_public(thing: Any, name: str) -> bool:
         found = [inspect.unwrap(names[name]) for names in lists if name in names]
-        return any(thing in (one, getattr(one, "__code__", None)) for one in found)
+        # Packages also have names that they import from private modules.
+        listed = [one for one in found if "._" not in str(getattr(one, "__module__", ""))]
+        return any(thing in (one, getattr(one, "__code__", None)) for one in listed)
 
     outer, argument, frame = "", re.split(r"\W", name)[0], inspect.currentframe()
     while frame := frame and frame.f_back:

@@ -175,3 +175,13 @@ def python_error(error: RuntimeError, op: Any, args: tuple[Any, ...], kwargs: di
         return error
     message = message[start:].split("\nException raised from")[0]
     return (TypeError if message.endswith("expected a Tensor, got None") else ValueError)(message)
+
+
+VerdictTensors = tuple[Tensor, Tensor, Tensor, Tensor]  # the fields of a `Verdict`
+
+
+def empty_verdict(cu_nodes: Tensor, max_depth: int, **others: object) -> VerdictTensors:
+    """Returns a verify op's outputs uninitialised."""
+    batch = cu_nodes.shape[0] - 1
+    nodes, count = cu_nodes.new_empty((batch, max_depth + 1)), cu_nodes.new_empty((batch,))
+    return nodes, count, torch.empty_like(nodes, dtype=torch.int64), torch.empty_like(count)

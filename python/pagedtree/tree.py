@@ -20,8 +20,6 @@ __all__ = ["DraftTree", "TreeBatch", "build_trees", "mask_words"]
 
 MAX_NODES = 1024
 
-VerdictTensors = tuple[Tensor, Tensor, Tensor, Tensor]  # the fields of a `Verdict`
-
 
 def _assume_constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
     """Acts as torch.compiler.assume_constant_result without importing the compiler."""
@@ -427,10 +425,3 @@ def _build_trees_fake(parents: Tensor, cu_nodes: Tensor, max_nodes: int, **other
     mask = parents.new_empty((parents.shape[0], (max_nodes + 31) // 32))
     valid = parents.new_empty((cu_nodes.shape[0] - 1,), dtype=torch.bool)
     return *(torch.empty_like(parents) for _ in range(3)), mask, valid
-
-
-def empty_verdict(cu_nodes: Tensor, max_depth: int, **others: object) -> VerdictTensors:
-    """Returns a verify op's outputs uninitialised."""
-    batch = cu_nodes.shape[0] - 1
-    nodes, count = cu_nodes.new_empty((batch, max_depth + 1)), cu_nodes.new_empty((batch,))
-    return nodes, count, torch.empty_like(nodes, dtype=torch.int64), torch.empty_like(count)

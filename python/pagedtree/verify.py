@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from pagedtree._arguments import expect_type, refusal
-from pagedtree._ops import call, ops, register_fake
+from pagedtree._ops import call, empty_verdict, ops, register_fake
 from pagedtree.drafting import Draft
 from pagedtree.options import RequestOptions, option_arguments
 from pagedtree.sampling_params import SamplingParams
-from pagedtree.tree import TreeBatch, empty_verdict
+from pagedtree.tree import TreeBatch
 
 if TYPE_CHECKING:
     from pagedtree.distributed.shards import VocabShards

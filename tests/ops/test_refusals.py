@@ -21,7 +21,7 @@ from support.batches import FP8, bytes_of, prepared_compact
 from support.devices import made_on
 from torch import Tensor
 
-from pagedtree import DraftTree, RequestOptions, SamplingParams, Verdict, drafting
+from pagedtree import DraftTree, RequestOptions, SamplingParams, Verdict
 
 Changes = dict[str, Any]  # argument -> value, or function of the valid one
 Table = dict[str, list[tuple[Changes, str]]]
@@ -43,10 +43,6 @@ def four_strides(t: Tensor) -> Tensor:
 def counts(change: Callable[[Tensor], Tensor]) -> Callable[[RequestOptions], RequestOptions]:
     """Returns a function that changes `output_counts`."""
     return lambda options: replace(options, output_counts=change(options.output_counts))
-
-
-def with_frontier(count: int) -> Callable[[drafting.DraftState], drafting.DraftState]:
-    return lambda state: replace(state, frontier=state.frontier[:, :count])
 
 
 def with_prepared_step(return_lse: bool = True, **arguments: Any) -> Tensor:
@@ -279,7 +275,7 @@ REFUSALS: Table = {
         *(({"num_children": n}, f"num_children: 1..40, got {n}") for n in (0, 41)),
         *(({"num_frontier": n}, f"num_frontier: 0..4, got {n}") for n in (-1, 5)),
         ({"num_children": 40, "num_frontier": 32}, "num_frontier: at most 4 (max_kv_nodes less those fed), got 32"),
-        ({"state": with_frontier(0)}, "frontier: at least one node, got 0"),
+        ({"state": lambda s: replace(s, frontier=s.frontier[:, :0])}, "frontier: at least one node, got 0"),
         ({"law": "iid", "params": SamplingParams()}, "law: 'topk' as in the levels before, got 'iid'"),
     ],
     "expand_tree_by_draws": [

@@ -30,7 +30,7 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 import pagedtree
-from pagedtree import _arguments
+from pagedtree._arguments import expect_type
 from pagedtree.distributed.draft_group import DraftGroup, DraftStats
 from pagedtree.distributed.group import GroupError, Traffic
 from pagedtree.distributed.shards import VocabShards
@@ -56,7 +56,7 @@ def _on_shards(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def on_shards(*args: P.args, **kwargs: P.kwargs) -> R:
-        _arguments.expect_type("shards", kwargs.get("shards"), VocabShards)
+        expect_type("shards", kwargs.get("shards"), VocabShards)
         return function(*args, **kwargs)
 
     return on_shards

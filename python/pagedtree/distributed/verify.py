@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from pagedtree._arguments import expect_type, refusal
-from pagedtree._ops import call, ops, register_fake
+from pagedtree._ops import VerdictTensors, call, empty_verdict, ops, register_fake
 from pagedtree.distributed.protocol import END_WORDS, LEFT_WORDS, ROW_WORDS, Round, Weigh, num_digits
 from pagedtree.distributed.shards import VocabShards
 from pagedtree.options import CHANGES_LOGITS, RequestOptions, option_arguments
 from pagedtree.sampling_params import SamplingParams
-from pagedtree.tree import MAX_NODES, TreeBatch, VerdictTensors, empty_verdict
+from pagedtree.tree import MAX_NODES, TreeBatch
 
 __all__ = ["sample_shards", "verify_shards"]
 
