@@ -34,7 +34,7 @@ from pagedtree.tree import *
 from pagedtree.tree_choice import *
 from pagedtree.verify import *
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # Type checkers understand this form: a new name goes only into its family's own list.
 __all__ = ["RequestOptions"]

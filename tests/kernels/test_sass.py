@@ -295,8 +295,8 @@ def test_wrappers_of_instructions_are_those_that_a_gpu_has_run() -> None:
     tile, run = ROOT / "csrc" / "cuda" / "tile", ROOT / "benchmarks" / "results" / "first_gpu_run.json"
     text = b"".join((tile / name).read_bytes() for name in ("ptx_cuda.cuh", "ptx_sm90_cuda.cuh"))
     is_verified = hashlib.sha256(text).hexdigest() == json.loads(run.read_text())["ptx_wrappers"]
-    unreleased = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1]
-    assert is_verified != ("unverified" in unreleased), "wrappers: expected those of first_gpu_run.json, or a line"
+    newest = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1]
+    assert is_verified != ("unverified" in newest), "wrappers: expected those of first_gpu_run.json, or a line"
 
 
 @for_hopper
