@@ -77,18 +77,18 @@ class BuildPython(build_py):
 
 
 class CMakeBuild(build_ext):
-    """Builds all native libraries in one CMake tree and installs them into the package."""
+    """Builds all native libraries in one CMake tree, all wheels in one, and installs them into the package."""
 
     def run(self) -> None:
         if self.inplace:
             package, tree = ROOT / "python" / "pagedtree", ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
         else:
-            package, tree = Path(self.build_lib).resolve() / "pagedtree", Path(self.build_temp).resolve()
+            package, tree = Path(self.build_lib).resolve() / "pagedtree", ROOT / "build" / "wheels" / "cmake"
         cmake = find_cmake()
         configure = [
             cmake, "-S", str(ROOT), "-B", str(tree), *generator(),
             f"-DCMAKE_BUILD_TYPE={'Debug' if self.debug else 'Release'}",
-            f"-DPython_EXECUTABLE={sys.executable}",
+            "-U*Python_*", f"-DPython_EXECUTABLE={sys.executable}",
             "-DPAGEDTREE_PYTHON=ON",
             f"-DPAGEDTREE_SMALL={'OFF' if self.inplace else 'ON'}",
         ]  # fmt: skip

@@ -305,7 +305,8 @@ def test_sdist_holds_build_sources(tmp_path):
 
 def test_python_files_of_the_package_are_all_listed():
     """The wheel would lack folders missing in pyproject.toml."""
-    listed = {name.replace(".", "/") for name in re.findall(r'"(pagedtree[\w.]*)"', packages_line())}
+    (line,) = re.findall(r"^packages = \[.*?\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
+    listed = {name.replace(".", "/") for name in re.findall(r'"(pagedtree[\w.]*)"', line)}
     found = {path.parent.relative_to(ROOT / "python").as_posix() for path in PACKAGE.rglob("*.py")}
     assert found == listed
 
@@ -315,11 +316,7 @@ def test_the_version_is_the_same_wherever_it_stands():
     version, date = re.findall(r"^## \[(\d.*)\] - (.*)$", changelog, re.MULTILINE)[0]
     assert pagedtree.__version__ == version
     assert f"\nversion: {version}\ndate-released: {date}\n" in citation
-
-
-def packages_line() -> str:
-    (line,) = re.findall(r"^packages = \[.*?\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
-    return line
+    assert all(version in (ROOT / name).read_text() for name in ("README.md", "SECURITY.md"))
 
 
 @pytest.mark.slow
