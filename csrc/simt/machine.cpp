@@ -205,8 +205,7 @@ void Machine::make_threads(dim3 block) {
 
 void Machine::run_cluster(uint3 first) {
   free_shared_memory();
-  async_units_.clear();
-  async_units_.resize(blocks_.size());
+  async_units_ = decltype(async_units_)(blocks_.size());
   cluster_barrier_ = {};
   has_met_ = false;
   set_ = (set_ + 1) % num_sets_;

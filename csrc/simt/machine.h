@@ -216,6 +216,7 @@ void Machine::collective(uint32_t mask, Arguments* arguments, const Site& site, 
 
 template <typename Unit>
 Unit& Machine::async_unit() {
+  const Unwatched unwatched;
   std::unique_ptr<AsyncUnit>& unit = async_units_[self_->rank];
   if (unit == nullptr) unit = std::make_unique<Unit>(num_threads());
   return static_cast<Unit&>(*unit);
