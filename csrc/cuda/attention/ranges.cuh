@@ -72,11 +72,10 @@ struct RangeIterator : RowPiece {
     }
     if (!is_aligned) return;
     if (!kShares || own.sharers > 1) record = records[own.range];
-    const auto below = [](int64_t value, int64_t bound) {
-      return static_cast<uint32_t>(value) < static_cast<uint32_t>(bound);
-    };
-    const uint32_t rows = static_cast<uint32_t>(record.num_queries * p.group_size),
-                   first_row = record.first_row + static_cast<uint32_t>(own.part() * m_tile);
+    const auto below = [](int64_t n, int64_t end) { return static_cast<uint32_t>(n) < static_cast<uint32_t>(end); };
+    const uint32_t rows = static_cast<uint32_t>(record.num_queries) * static_cast<uint32_t>(p.group_size),
+                   first_row = record.first_row + static_cast<uint32_t>(own.part() * m_tile),
+                   left = static_cast<uint32_t>(record.count) - static_cast<uint32_t>(record.number);
     const auto b = static_cast<uint32_t>(record.begin.sequence);
     // Without short circuits: a branch would delay the remaining loads.
     const bool is_sound = (shape.segment == 0) & (kShares || plan[1] <= 1) &
@@ -86,7 +85,7 @@ struct RangeIterator : RowPiece {
                           below(first_row, rows) & below(record.begin.kv_tile, record.kv_end) &
                           !below(kv_tiles_of(INT32_MAX), record.kv_end) & !below(own.range, record.number) &
                           below(record.number, record.count) &
-                          !below(capacity - own.range * own.sharers, (record.count - record.number) * own.sharers);
+                          !below(capacity - own.range * own.sharers, left * static_cast<uint32_t>(own.sharers));
     if (!is_sound) return;
     const int32_t first = cta - record.number * own.sharers;
     // Each lane reads one offset, see rows_of_search(). All loads precede their first use.

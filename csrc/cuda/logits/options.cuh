@@ -64,6 +64,7 @@ struct Writer {
 #pragma unroll 1
     for (uint32_t t = first(); static_cast<int32_t>(t) < row.vocab && !any; t += step())
       any = out[t] > -kInfinity && !leaves_out(t);
+    __syncwarp();  // in a CTA of one warp the maximum orders no reads before the writes of others
     return cluster_max(shared, any) != 0;
   }
 };
