@@ -77,7 +77,7 @@ class BuildPython(build_py):
 
 
 class CMakeBuild(build_ext):
-    """Builds all native libraries in one CMake tree, all wheels in one, and installs them into the package."""
+    """Builds all native libraries in a CMake tree, which the wheels of all Pythons share, and installs them."""
 
     def run(self) -> None:
         if self.inplace:
@@ -88,7 +88,7 @@ class CMakeBuild(build_ext):
         configure = [
             cmake, "-S", str(ROOT), "-B", str(tree), *generator(),
             f"-DCMAKE_BUILD_TYPE={'Debug' if self.debug else 'Release'}",
-            "-U*Python_*", f"-DPython_EXECUTABLE={sys.executable}",
+            "-U*Python_*", f"-DPython_EXECUTABLE={sys.executable}",  # FindPython keeps the Python that it found before
             "-DPAGEDTREE_PYTHON=ON",
             f"-DPAGEDTREE_SMALL={'OFF' if self.inplace else 'ON'}",
         ]  # fmt: skip

@@ -187,19 +187,19 @@ BUDGETS = {
     "attention_sm90_kernel<Sm90Instance<__nv_bfloat16, __nv_bfloat16, 128, 64, 128> >": (5000, 4798, 380, 2243, 1621),
     "attention_sm90_kernel<Sm90Instance<__nv_bfloat16, __nv_bfloat16, 128, 128, 128> >": (5720, 5525, 378, 2330, 1603),
     "attention_sm90_kernel<Sm90Instance<__nv_bfloat16, __nv_bfloat16, 576, 64, 512> >": (5752, 5561, 385, 2347, 2436),
-    "rules_kernel<(Rule)3>": (6464,),
-    "rules_kernel<(Rule)0>": (6136,),
-    "rules_kernel<(Rule)1>": (6024,),
-    "rules_kernel<(Rule)2>": (5536,),
+    "rules_kernel<(Rule)3>": (6480,),
+    "rules_kernel<(Rule)0>": (6144,),
+    "rules_kernel<(Rule)1>": (6032,),
+    "rules_kernel<(Rule)2>": (5552,),
     "walk_kernel<(DType)2>": (5472,),
     "kept_kernel<(DType)2, (Rule)3>": (5400,),
     "kept_sm90_kernel<(DType)2, (Rule)3>": (5400,),
     "plain_attention_kernel": (1848,),
-    "logprobs_kernel": (5136,),
+    "logprobs_kernel": (5144,),
     "sample_kernel<(DType)2>": (4920,),
     "kept_kernel<(DType)2, (Rule)0>": (4688,),
     "kept_sm90_kernel<(DType)2, (Rule)0>": (4792,),
-    "weigh_kernel": (3944,),
+    "weigh_kernel": (3960,),
     "delta_rule_kernel": (3816,),
     "expand_drawn_kernel<(DType)2,": (3616,),
     "kept_kernel<(DType)2, (Rule)2>": (3592,),
@@ -306,14 +306,14 @@ def test_hopper_s_attention_uses_wgmma(pattern: str, number: int) -> None:
     for name, opcodes in instructions("sm_90a", pattern, number).items():
         head_dim, rows, head_dim_v = map(int, re.findall(r", (\d+), (\d+), (\d+)>", name)[0])
         latent = head_dim != head_dim_v
-        # Latent: a third of K in a loop with a peeled product, and V of two stages.
+        # Latent: K's k-steps are a loop of 16 with a peeled product and 4 more, V's a loop of 4.
         k_steps = 8 if rows == 128 and head_dim < 256 else 4  # of V; one more ends an empty group
-        products = head_dim // 16 // 3 + 1 + 2 * 4 if latent else 2 * (head_dim // 16 + k_steps) + 1
+        products = 16 + 1 + 4 + 4 if latent else 2 * (head_dim // 16 + k_steps) + 1
         assert count(opcodes, "HGMMA") == products, name
         assert missing_registers(name, opcodes) <= 0, name
         assert count(opcodes, "HMMA") == 0, name
         # ptxas waits after each instruction if it loses track of registers.
-        assert count(opcodes, "WARPGROUP.DEPBAR") == 3, name
+        assert count(opcodes, "WARPGROUP.DEPBAR") == (2 if latent else 3), name
         assert count(opcodes, "LDGSTS") >= 4, name
         assert count(opcodes, "UTMALDG.5D") == (0 if "Float8" in name else 1 if latent else 2), name
 
