@@ -27,7 +27,7 @@ preload=$(for name in tsan stdc++; do c++ -print-file-name=lib$name.so; done | x
 status=0
 env LD_PRELOAD="$preload" TSAN_OPTIONS="ignore_noninstrumented_modules=1:memory_limit_mb=4000:log_path=$PWD/build/races/report" \
   OMP_NUM_THREADS=1 PYTHONPATH=$PWD/build/races/python \
-  python -m pytest -m "not slow and not stats" -o faulthandler_timeout=6000 -k "simt or clusters" \
+  python -m pytest -m "not slow and not stats" -o faulthandler_timeout=6000 -k simt \
   --ignore tests/kernels/test_simt.py --ignore tests/kernels/test_cute.py "${overlapping[@]}" "$@" || status=$?
 cat build/races/report.* 2>/dev/null && status=1
 exit $status
