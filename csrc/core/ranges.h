@@ -142,7 +142,7 @@ struct Cuts {
 
   struct Start {
     WorkPosition at;
-    int32_t head, m_tile;
+    int32_t head, m_tile = 0;
     int32_t number, count;  // index among its row tile's pieces, and their number
     uint64_t next;          // if nonzero, the range starts at the next row tile, with this cost before it
   };
@@ -154,7 +154,6 @@ struct Cuts {
     const uint64_t offset = target - before;
     start.head = static_cast<int32_t>((static_cast<double>(offset) + 0.5) * reciprocal(costs.of_head));
     const uint32_t in_head = static_cast<uint32_t>(offset) - static_cast<uint32_t>(start.head) * costs.of_head;
-    start.m_tile = 0;
     uint32_t low = 0, high = costs.of_head;  // costs before the row tile and the next
     int32_t end_tile = work.m_tiles;
     PT_NO_UNROLL
@@ -187,7 +186,8 @@ struct Cuts {
     start.next = i >= end_cut ? target - static_cast<uint32_t>(in_tile) + (high - low) : 0;
     start.number = i < first_cut ? 0 : i - first_cut + 1;
     start.count = end_cut - first_cut + 1;
-    start.at = {sequence, start.head * work.m_tiles + start.m_tile,
+    const uint32_t row_tile = static_cast<uint32_t>(start.head * int64_t{work.m_tiles} + start.m_tile);
+    start.at = {sequence, static_cast<int32_t>(row_tile),  // wraps for bad lengths
                 i < first_cut ? 0 : clamp_to(wanted, first + min_piece, end - min_piece)};
     start.at.kv_tile = shape.segment_begin(min_of(start.at.kv_tile + shape.segment / 2, work.kv_tiles - 1));
     return start;
