@@ -93,7 +93,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("enable_lora", {**NGRAMS, "enable_lora": True}),
     ("attention_backend", {**NGRAMS, "attention_backend": "CPU_ATTN"}),
     ("scheduler_cls", {**NGRAMS, "scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}),
-    ("head_size", {**NGRAMS, "hf_overrides": {"head_dim": 32}}),
+    ("head_size", {**NGRAMS, "hf_overrides": {"head_dim": 48}}),
     ("attention_chunk_size", {**NGRAMS, "hf_overrides": {"attention_chunk_size": 32}}),
     ("kv_sharing_fast_prefill", {**NGRAMS, "kv_sharing_fast_prefill": True}),
     ("cannot load model = '/no/such'", tree_options("model", model="/no/such")),
@@ -150,7 +150,7 @@ def test_installed_logits_processors_are_refused(tmp_path, monkeypatch):
     (info / "entry_points.txt").write_text("[vllm.logits_processors]\nonly_five = only_five:OnlyFive\n")
     monkeypatch.syspath_prepend(tmp_path)
     for options in (NGRAMS, {**NO_TREES, **tree_options(None), "scheduler_cls": of_runner(SCHEDULER, ASYNC_SCHEDULER)}):
-        with pytest.raises(ValueError, match=r"installed vllm.logits_processors .*only_five:OnlyFive"):
+        with pytest.raises(ValueError, match=r"installed vllm.logits_processors: .*only_five:OnlyFive"):
             start(**options)
 
 

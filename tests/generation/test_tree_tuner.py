@@ -74,6 +74,8 @@ def test_each_token_saves_its_row_and_counts_of_rows_are_few():
     assert plan.count([0.9] * 12) == 12 and plan.count([0.9] * 12 + [0.0] * 20) == 8
     tuner.found = 1e9  # never end the batch earlier
     assert tuner.plan([30, 10]).weights == pytest.approx([0.1, 0.1])
+    tuner.plan([30, 10, 5])
+    assert tuner.costs[3].plain == 1.0  # a new batch size begins with the nearest one's costs
 
 
 def test_a_change_of_the_text_shows():
@@ -130,10 +132,12 @@ def test_acceptance_counts_all_children_of_accepted_nodes():
     selection = plan.keep(proposal._replace(draft_tokens=tokens))
     part = replace(selection, rows=torch.tensor([0, 2], dtype=torch.int32), num_drafted=1)
     tuner.learn(plan, Outcome(1.0, torch.tensor([[0, 1]]), torch.tensor([[8, 12]]), 0.0, part))
-    counts_by_kind = {kind: counts for kind, counts in tuner.odds._seen.items()}
     first, second = (min(int(4 * (0.5 + rank) ** 0.5), 11) for rank in (0, 1))
-    assert counts_by_kind == {first: (0.0, pytest.approx(1.95)), second: (pytest.approx(1.95), pytest.approx(1.95))}
+    assert tuner.odds._seen == {first: (0.0, pytest.approx(1.95)), second: (pytest.approx(1.95), pytest.approx(1.95))}
     assert tuner.by_depth._seen == {1: (1.0, 1.0), 2: (1.0, 1.0)}
+    assert plan.keep(proposal).num_drafted == 0  # a node is worth no more than the siblings before it
+    tuner.learn(plan, Outcome(1.0, torch.tensor([[0, 1, 3]]), torch.tensor([[7, 9, 5]]), 0.0, selection))
+    assert tuner.by_depth._seen[3] == (0.0, 1.0)  # the path ends at a leaf above the planned depth
 
 
 @pytest.fixture(autouse=True)
