@@ -46,12 +46,12 @@ def run(*command: str, **environment: str) -> None:
 
 
 def failed_test(tests: tuple[str, ...], only: str) -> str | None:
-    """Returns the first failing test, None if all pass; other ends raise."""
+    """Returns the first failing test or the signal of a crash, None if all pass; other ends raise."""
     environment = {**os.environ, "PYTHONPATH": str(BUILD / "python"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-k", only, "-m", "not slow and not stats"]
     done = subprocess.run([*command, *tests], cwd=ROOT, env=environment, text=True, capture_output=True)
-    if done.returncode == 0:
-        return None
+    if done.returncode <= 0:
+        return f"a crash by signal {-done.returncode}" if done.returncode else None
     failures = [line for line in done.stdout.splitlines() if line.startswith("FAILED ")]
     if done.returncode != 1 or not failures:
         sys.exit(done.stdout + done.stderr)

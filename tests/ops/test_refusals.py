@@ -18,7 +18,7 @@ from calls import tensors_of
 from support import int32
 from support.attention import HEAD_SIZES, prepared_attention
 from support.batches import FP8, bytes_of, prepared_compact
-from support.devices import made_on
+from support.devices import made_on, placed
 from torch import Tensor
 
 from pagedtree import DraftTree, RequestOptions, SamplingParams, Verdict
@@ -471,7 +471,7 @@ def refuses(device: torch.device, name: str, changes: Changes, message: str) -> 
     for key, change in changes.items():
         with made_on(device):
             new = change(call.arguments[key]) if callable(change) else change
-        call.arguments[key] = new.to(device) if isinstance(new, Tensor) else new
+        call.arguments[key] = placed(new, device) if isinstance(new, Tensor) else new
     outputs = [t for key in call.written for t in tensors_of(call.arguments[key])]
     before = [bytes_of(t).clone() for t in outputs]
     op = call.function.__name__

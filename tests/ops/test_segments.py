@@ -38,7 +38,7 @@ def batch_of(pool: dict[str, Any], order: list[int], seed: int, padding: int = 0
     rows = torch.cat([torch.arange(cu[b], cu[b + 1]) for b in [*order, *order[:1]]])  # the last ones are padding
     rows = rows[: sum(cu[b + 1] - cu[b] for b in order) + padding].to(pool["q"].device)
     pages, table = pool["k_cache"].shape[0], pool["page_table"][order]
-    places = torch.randperm(pages, generator=torch.Generator().manual_seed(seed)).to(table.device)
+    places = torch.randperm(pages, generator=torch.Generator().manual_seed(seed), device="cpu").to(table.device)
     caches = [pool[name].float()[places.argsort()].to(pool[name].dtype) for name in ("k_cache", "v_cache")]
     if pool["k_cache"].data_ptr() == pool["v_cache"].data_ptr():
         caches[1] = caches[0][..., : caches[1].shape[3]]
@@ -90,7 +90,7 @@ def test_results_are_right_with_any_plan(target: Target, window: int) -> None:
     shifted[:-2].view(3 * 1025, -1)[1:, 2] += 1
     for other in (plan, dense, shifted, plan_of({**pool, "seq_lens": pool["seq_lens"].flip(0)}, 1, 0, 128)):
         check({**pool, "plan": other, "max_seqlen_q": 40})
-    garbage = torch.randint(-(2**31), 2**31, plan.shape, generator=torch.Generator().manual_seed(0)).int()
+    garbage = torch.randint(-(2**31), 2**31, plan.shape, generator=torch.Generator().manual_seed(0), device="cpu").int()
     tree_attention(**pool, plan=garbage.to(plan.device))
 
 

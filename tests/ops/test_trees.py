@@ -325,4 +325,4 @@ def test_active_tells_idle_sequences_from_malformed_trees(device):
     )
     assert trees.valid.tolist() == [False, False, True]
     assert trees.active.tolist() == [True, False, True] and trees.active.device == trees.cu_nodes.device
-    assert TreeBatch.from_trees([]).active.shape == (0,)
+    assert TreeBatch.from_trees([], device=device).active.shape == (0,)

@@ -41,9 +41,9 @@ def test_kernel_choice_by_shared_memory(monkeypatch, case, kernels):
 
 
 @pytest.mark.parametrize("params", [None, SamplingParams(temperature=0.7, top_p=0.9)], ids=["greedy", "top-p"])
-def test_tokens_of_another_sampler(on_device, params):
+def test_tokens_of_another_sampler(on_device, device, params):
     """Argmax tokens, or draws at verify_sampled's positions, give its verdict."""
-    trees = TreeBatch.from_trees([DraftTree.full([4, 3, 2]), DraftTree.chain(5)])
+    trees = TreeBatch.from_trees([DraftTree.full([4, 3, 2]), DraftTree.chain(5)], device=device)
     rows = len(trees.depths)
     logits, drafts = torch.randn(rows, 2) * 3, torch.arange(rows) % 2
     seeds, start = torch.tensor([3, -9]), torch.tensor([7, 2**40])

@@ -114,13 +114,14 @@ class HostCall {
     if (replace(value, [&](const at::Tensor& t) { return on_host(t); })) return;
     if (value.isOptionalTensorList()) {
       c10::List<std::optional<at::Tensor>> list;
-      for (const std::optional<at::Tensor>& t : value.toOptionalTensorList()) {
+      for (const std::optional<at::Tensor>& t : value.toOptionalTensorList())
         list.push_back(t.has_value() ? std::optional(on_host(*t)) : t);
-      }
       value = list;
     } else if (value.isGenerator()) {
       generator_ = dynamic_cast<at::DeviceGenerator*>(value.toGenerator().unsafeGetGeneratorImpl());
       TORCH_CHECK(generator_ != nullptr, "Expected a 'cuda' device type for generator but found 'cpu'");
+    } else if (value.isStorage()) {
+      value = storage_over(value.toStorage(), kHost);
     } else if (value.isDevice()) {
       named_ = value.toDevice().type();
       value = kHost;
@@ -171,6 +172,7 @@ class HostCall {
     if (named_.value_or(DeviceType::CUDA) != DeviceType::CUDA) return t;
     for (const auto& [ours, on_host] : pairs_) {
       if (t.storage().data() != nullptr && t.storage().data() == on_host.storage().data()) {  // a view
+        const c10::InferenceMode as_its_base(ours.is_inference());
         return tensor_over(ours.storage(), c10::DispatchKey::CUDA, t);
       }
     }
@@ -191,10 +193,8 @@ void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
   HostCall(op, stack).run();
 }
 
-// Ops that Torch registers once for all devices; their kernels dispatch by device.
-TORCH_LIBRARY_IMPL(aten, CUDA, m) {
-  for (const char* name : {"copy_"}) m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
-}
+// Torch registers it once for all devices; its kernel dispatches by device.
+TORCH_LIBRARY_IMPL(aten, CUDA, m) { m.impl("copy_", torch::CppFunction::makeFromBoxedFunction<&run_on_host>()); }
 
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>()); }
 

@@ -13,8 +13,10 @@ import torch  # noqa: E402
 ANSWERS = {
     torch: {"compile": functools.partial(torch.compile, backend="aot_eager")},  # inductor would target a GPU
     torch.cuda: {
+        "_exchange_device": lambda device: 0,
         "_initialized": True,
         "_lazy_init": lambda: None,
+        "_maybe_exchange_device": lambda device: 0,
         "current_device": lambda: 0,
         "default_generators": (torch.Generator(),),
         "device_count": lambda: 1,
@@ -24,9 +26,7 @@ ANSWERS = {
         "synchronize": lambda device=None: None,
     },
     torch._C: {
-        "_cuda_exchangeDevice": lambda device: 0,
         "_cuda_getDevice": lambda: 0,
-        "_cuda_maybeExchangeDevice": lambda device: 0,
         "_cuda_setDevice": lambda device: None,
     },
 }
