@@ -13,7 +13,7 @@ BITS, LOGITS = ("tests/ops/test_segments.py",), ("tests/generation/test_generate
 
 of_wgmma = family("cuda/attention/{}_sm90.cuh", ATTENTION, "simt", "simt and wgmma")
 of_join = family("cuda/attention/{}.cuh", ("tests/kernels/test_schedule.py",), "simt", "simt and not wgmma")
-of_wide = family("cuda/attention/{}_wide.cuh", ATTENTION, "simt", "simt and latent and not wgmma")
+of_wide = family("cuda/attention/{}_wide.cuh", ATTENTION, "simt", "simt and (latent or 576x512) and not wgmma")
 
 
 def of_latent(name: str, line: str, broken: str) -> Mutant:
