@@ -136,7 +136,6 @@ LATENT_WGMMA = [
     of_latent("weights of a stage that is not there", "if (hides_all) keys.hide_from(0);", ""),
     of_latent("both groups have the first columns", "stage_of(at) + column() / 64 * I::kPanelStep", "stage_of(at)"),
     of_latent("the sum of one group", "own[half] + other", "own[half]"),
-    of_wgmma("Q beyond its columns", "stage", "has_row && chunk < chunks;", "has_row;"),
     of_wgmma("a part given back after one of its uses", "stage",
              "part < 2 ? I::kShape.warps() : I::kShape.warps() / 2", "I::kLatent ? 4 : I::kShape.warps()"),
     of_latent("the last columns left out", "if (p_.head_dim == I::kHeadDim) start", "if (false) start"),
