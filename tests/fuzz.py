@@ -87,7 +87,7 @@ def open_places(call: Call) -> Iterator[Path_]:
 
 def at(value: Any, path: Path_) -> Any:
     for key in path:
-        value = dict(parts_of(value))[key]
+        value = value[key] if type(value) in (list, tuple, dict) else dict(parts_of(value))[key]
     return value
 
 
