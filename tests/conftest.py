@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -17,18 +18,17 @@ from pagedtree import _C
 from pagedtree.testing import backends
 
 # Examples repeat in every run, and failures print theirs. `backend` has no state to disturb.
+UNCHECKED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 settings.register_profile(
-    "pagedtree",
-    deadline=None,
-    derandomize=True,
-    max_examples=50,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    "pagedtree", deadline=None, derandomize=True, max_examples=50, suppress_health_check=UNCHECKED
 )
 settings.load_profile("pagedtree")
 
 
 # Stored verdicts must not choose the engine.
 os.environ["PAGEDTREE_CACHE"] = os.devnull
+# A process that a script starts with `&` ignores SIGINT, and its children would, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
