@@ -53,6 +53,7 @@ class Batch:
         head_dim_v: V's head size, default `head_dim`.
         latent: V is the first columns of K.
         prefixes: keys before the tree or the queries.
+        padding: rows behind those of the last sequence; without any, AddressSanitizer sees reads beyond Q.
         poison: the contents of slots that belong to no sequence.
         options: the call's options; tensors among them are on the CPU.
     """
@@ -190,8 +191,8 @@ def _latent() -> Iterator[Case]:
     many = Batch([DraftTree([-1, 0, 0]), 1], [100, 5], "bf16", "", 576, (128, 1), head_dim_v=512, latent=True)
     yield _attention("latent/128 heads/bf16/D 576x512", many)
     for sizes, dtype, cache in product(((512, 512), (576, 512)), ("fp16", "bf16"), ("", "fp8")):
-        for heads in (3, 16):
-            batch = replace(LATENT, dtype=dtype, cache=cache, head_dim=sizes[0], heads=(heads, 1), padding=0)
+        for heads, padding in ((3, 3), (16, 0)):
+            batch = replace(LATENT, dtype=dtype, cache=cache, head_dim=sizes[0], heads=(heads, 1), padding=padding)
             name = f"latent/{heads} heads/{_types(dtype, cache)}/{_sizes(sizes)}"
             yield _attention(name, batch, window=40 if heads == 3 else 0, sinks=_sinks(heads))
 
@@ -302,10 +303,9 @@ def wgmma_cases() -> Iterator[Case]:
             yield _attention(f"{name}/options", batch, engine=WGMMA, scale=-0.2, sinks=_sinks(heads[0]), **OPTIONS)
         batch = Batch([random_tree(6, 12), 1, 30], [3000, 1500, 900], "bf16", "", 128, heads, layout="packed")
         yield _attention(f"{heads[0]} heads/long prefix", batch, engine=WGMMA)
-    for size, dtype, cache, page_size in product((512, 576), ("fp16", "bf16"), ("", "fp8"), (7, 64)):
-        # Without padding, AddressSanitizer sees a read beyond the last row's columns.
-        batch = replace(LATENT, dtype=dtype, cache=cache, head_dim=size, heads=(16, 1), page_size=page_size, padding=0)
-        yield _attention(f"latent/page {page_size}/{_types(dtype, cache)}/{_sizes((size, 512))}", batch, engine=WGMMA)
+    for size, dtype, cache, (page, padding) in product((512, 576), ("fp16", "bf16"), ("", "fp8"), ((7, 3), (64, 0))):
+        batch = replace(LATENT, dtype=dtype, cache=cache, head_dim=size, heads=(16, 1), page_size=page, padding=padding)
+        yield _attention(f"latent/page {page}/{_types(dtype, cache)}/{_sizes((size, 512))}", batch, engine=WGMMA)
 
 
 def _attention(
