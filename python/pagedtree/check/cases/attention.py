@@ -53,7 +53,6 @@ class Batch:
         head_dim_v: V's head size, default `head_dim`.
         latent: V is the first columns of K.
         prefixes: keys before the tree or the queries.
-        padding: rows behind those of the last sequence; without any, AddressSanitizer sees reads beyond Q.
         poison: the contents of slots that belong to no sequence.
         options: the call's options; tensors among them are on the CPU.
     """
@@ -304,6 +303,7 @@ def wgmma_cases() -> Iterator[Case]:
         batch = Batch([random_tree(6, 12), 1, 30], [3000, 1500, 900], "bf16", "", 128, heads, layout="packed")
         yield _attention(f"{heads[0]} heads/long prefix", batch, engine=WGMMA)
     for size, dtype, cache, (page, padding) in product((512, 576), ("fp16", "bf16"), ("", "fp8"), ((7, 3), (64, 0))):
+        # Without padding, AddressSanitizer sees a read beyond the last row's columns.
         batch = replace(LATENT, dtype=dtype, cache=cache, head_dim=size, heads=(16, 1), page_size=page, padding=padding)
         yield _attention(f"latent/page {page}/{_types(dtype, cache)}/{_sizes((size, 512))}", batch, engine=WGMMA)
 
